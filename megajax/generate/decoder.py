@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.layout import StateLayout, without_pipe
-from megajax.config import ParallelConfig, RunConfig, TrainConfig
+from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.config.sample import LogitsRules, SampleConfig
 from megajax.generate.sampling import NO_RULES, Texts, next_token, reads_texts
@@ -171,6 +171,11 @@ class Decoder:
         dtype = compute_dtype(run.train.precision)
         context = model_context(run, rules, PLAIN_ATTENTION, mesh.devices.flat[0], dtype, training=False)
         self.model = kind(run.model, context)
+        if not isinstance(kind.activation_axes, tuple):
+            raise ConfigError(
+                f"{kind.__name__} passes several arrays from block to block ({', '.join(kind.activation_axes)}): texts are "
+                "generated of models that pass on one."
+            )
         assert self.model.vocabulary > 0 and self.model.cache_arrays(1, 1)  # raises for a model that does neither
         logits_rules.validate(self.model.vocabulary)
         self.stored_specs = specs = parameter_specs(self.model, run.parallel, rules).computed

@@ -47,6 +47,7 @@ __all__ = [
 Tree = Any  # nested dictionaries
 ENDS = ("shared_module", "embed", "head_loss", "logits", "token_scores")  # attributes of a model that read token tables
 Microbatch = Mapping[str, jax.Array]
+Activations = jax.Array | dict[str, jax.Array]  # what blocks pass on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,11 +111,12 @@ class FusableAttention(NamedTuple):
 class PipelineModel(abc.ABC):
     """A model that the pipeline can run.
 
-    b samples of a microbatch on one replica; x is any array [b, ...] whose logical axes are `activation_axes`. All
-    methods below `decay_mask` are traced; `microbatch` is a dictionary of arrays [b, ...], as `batch_shapes` describes.
+    b samples of a microbatch on one replica; x, what blocks pass on, is an array [b, ...] or a dictionary of them, of
+    floating-point types, whose logical axes are `activation_axes`; stages send each other all of it. All methods below
+    `decay_mask` are traced; `microbatch` is a dictionary of arrays [b, ...], as `batch_shapes` describes.
 
     Attributes:
-      activation_axes: logical axes of x between blocks.
+      activation_axes: logical axes of x between blocks; of a dictionary, {"image": (...), "text": (...)}.
       vocabulary_over_pipe: whether `embed` and `head_loss` may hold tables whose rows are sharded over pipe too, and so
         run on all pipeline ranks at once, with `ModelContext.vocabulary`'s collectives (`--vocab-parallel pipe`). A subclass
         that replaces any of ENDS does not inherit it: its own ends may not have these collectives.
@@ -126,7 +128,7 @@ class PipelineModel(abc.ABC):
       context: see `ModelContext`.
     """
 
-    activation_axes: ClassVar[tuple[str | None, ...]] = RESIDUAL
+    activation_axes: ClassVar[tuple[str | None, ...] | Mapping[str, tuple[str | None, ...]]] = RESIDUAL
     vocabulary_over_pipe: ClassVar[bool] = False
     scaled_arrays: ClassVar[tuple[str, ...]] = ()
 
@@ -203,11 +205,11 @@ class PipelineModel(abc.ABC):
         return microbatch
 
     @abc.abstractmethod
-    def embed(self, shared: Tree, microbatch: Microbatch) -> jax.Array:
+    def embed(self, shared: Tree, microbatch: Microbatch) -> Activations:
         """The first block's input, x of `ModelContext.dtype`."""
 
     @abc.abstractmethod
-    def block(self, weights: Tree, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
+    def block(self, weights: Tree, x: Activations, microbatch: Microbatch, layer: jax.Array) -> Activations:
         """x to x: one block, of which `weights` has the leaves without their axis of layers; `layer` is its index.
 
         The residuals of `jax.vjp` are stored for the backward pass: apply `jax.checkpoint` by `ModelContext.recompute`
@@ -215,7 +217,7 @@ class PipelineModel(abc.ABC):
         """
 
     @abc.abstractmethod
-    def head_loss(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+    def head_loss(self, shared: Tree, y: Activations, microbatch: Microbatch) -> jax.Array:
         """The loss of the last block's output, summed over the microbatch: an fp32 scalar."""
 
     def loss_weight(self, batch: Microbatch) -> jax.Array:

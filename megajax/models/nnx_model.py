@@ -18,7 +18,7 @@ from flax import nnx
 from megajax.config import ConfigError
 from megajax.config.layer_kinds import layer_kinds
 from megajax.models import remat
-from megajax.models.interface import Microbatch, ModelContext, PipelineModel, Tree, register_model
+from megajax.models.interface import Activations, Microbatch, ModelContext, PipelineModel, Tree, register_model
 from megajax.ops.cached_attention import Cache
 
 __all__ = ["NNXModel", "named_key", "parameter", "register_model"]
@@ -145,15 +145,15 @@ class NNXModel(PipelineModel):
         """`of` each parameter of the blocks."""
         return _by_kind({kind: _map_parameters(of, block[1]) for kind, block in self._blocks.items()})
 
-    def embed(self, shared: Tree, microbatch: Microbatch) -> jax.Array:
+    def embed(self, shared: Tree, microbatch: Microbatch) -> Activations:
         """The shared module's `embed`."""
         return nnx.merge(self._shared[0], shared).embed(microbatch)
 
-    def block(self, weights: Tree, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
+    def block(self, weights: Tree, x: Activations, microbatch: Microbatch, layer: jax.Array) -> Activations:
         """The block module's `__call__`, checkpointed by the recompute mode."""
         return self._checkpointed(weights, x, microbatch, layer)
 
-    def head_loss(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+    def head_loss(self, shared: Tree, y: Activations, microbatch: Microbatch) -> jax.Array:
         """The shared module's `head_loss`."""
         return nnx.merge(self._shared[0], shared).head_loss(y, microbatch)
 
@@ -177,7 +177,7 @@ class NNXModel(PipelineModel):
             return super().block_cached(weights, x, cache, microbatch, layer)
         return self._merged(weights).cached(x, cache, microbatch, layer)
 
-    def _run_block(self, weights: Tree, x: jax.Array, microbatch: Microbatch, layer: jax.Array) -> jax.Array:
+    def _run_block(self, weights: Tree, x: Activations, microbatch: Microbatch, layer: jax.Array) -> Activations:
         return self._merged(weights)(x, microbatch, layer)
 
     def _merged(self, weights: Tree) -> nnx.Module:

@@ -47,7 +47,10 @@ def traced_costs(model) -> ModelCosts:
         )
     modes = {mode: _Trace(model, mode) for mode in MODES}
     none = modes["none"]
-    tokens, hidden = math.prod(none.x.shape[1:-1]), none.x.shape[-1]
+    streams = jax.tree.leaves(none.x)
+    tokens = max(math.prod(leaf.shape[1:-1]) for leaf in streams)  # of the longest stream; sizes are for each of them
+    widths = [-(-math.prod(leaf.shape[1:]) // tokens) for leaf in streams]
+    hidden = sum(widths)
     repeated = {mode: trace.backward_dots - none.backward_dots for mode, trace in modes.items()}
     matmuls, with_weights = [], []
     for number, (equation, weights) in enumerate(_dots(none.forward.jaxpr, none.weight_splits)):
@@ -57,7 +60,9 @@ def traced_costs(model) -> ModelCosts:
         matmuls.append(_matmul(f"matmul {number}", equation, weights, tokens, again))
         if any(axes is not None for axes in weights):
             with_weights.append(matmuls[-1])
-    kept = [KeptValue("input", hidden, split=none.split_of(none.x.shape))]
+    kept = [
+        KeptValue("input", width, split=none.split_of(leaf.shape)) for leaf, width in zip(streams, widths, strict=True)
+    ]
     for mode, trace in modes.items():
         kept += trace.kept(mode, tokens)
     vocabulary, width, shared = _shared(none)
@@ -82,7 +87,7 @@ class _Trace:
 
     Attributes:
       shapes, axes: of the parameters.
-      x: shape and type of the block's input for one sample.
+      x: shapes and types of the block's input for one sample.
       forward: jaxpr of the block for one sample.
       weight_splits: for each input of `forward`, its axes that are split over tensor.
       residuals: what the VJP saves, for one and for two samples.

@@ -35,7 +35,7 @@ class BlockSteps:
     `place` its index in `weights`, `zero` as for `loops.counted_loop`, and `state` a tuple.
 
     Attributes:
-      block: `block(weights, x, microbatch, layer) -> x`; one block on one microbatch, x of [samples, sequence, hidden].
+      block: `block(weights, x, microbatch, layer) -> x`; one block on one microbatch.
       weights: pytree of [local layers, ...], chunk after chunk; must vary over every manual mesh axis.
       blocks: the numbers of the stages' blocks.
       cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
@@ -69,12 +69,12 @@ class BlockSteps:
         zeros = fp32_zeros(self.weights)
         return tuple(jax.tree.map(lambda a: a[0], zeros) for _ in range(self.per_chunk)) if self.unrolled else zeros
 
-    def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree, *, on_host: bool) -> Tree:
+    def empty_stash(self, slots: int, x: Tree, microbatch: Tree, *, on_host: bool) -> Tree:
         """As `Stack.empty_stash`."""
         values = self._template(x, microbatch).saved, x
         return empty_stash(slots, self.per_chunk, values, on_host=on_host)
 
-    def empty_kept(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
+    def empty_kept(self, slots: int, x: Tree, microbatch: Tree) -> Tree:
         """As `Stack.empty_kept`."""
 
         def keep(x, microbatch, layer):
@@ -108,7 +108,7 @@ class BlockSteps:
 
         return step
 
-    def backward_step(self, dy: jax.Array, work: ChunkWork, keep=None) -> Callable:
+    def backward_step(self, dy: Tree, work: ChunkWork, keep=None) -> Callable:
         """The backward, state (dy, the stash's buffer, gradients, records); returns it without the buffer."""
         template = self._template(dy, work.microbatch)
 
@@ -131,7 +131,7 @@ class BlockSteps:
 
         return step
 
-    def input_step(self, dy: jax.Array, work: ChunkWork) -> Callable:
+    def input_step(self, dy: Tree, work: ChunkWork) -> Callable:
         """I, state (dy, gradients, the buffer of `work.kept`, records)."""
         template = self._template(dy, work.microbatch)
 
@@ -147,7 +147,7 @@ class BlockSteps:
 
         return step
 
-    def weight_step(self, x: jax.Array, work: ChunkWork) -> Callable:
+    def weight_step(self, x: Tree, work: ChunkWork) -> Callable:
         """W, state (gradients,)."""
         template = self._template(x, work.microbatch)
 
@@ -170,11 +170,11 @@ class BlockSteps:
         flat = lambda *leaves: jax.tree.leaves(backward(*jax.tree.unflatten(structure, leaves)))  # noqa: E731
         return jax.tree.unflatten(results, with_fp32_gradients(flat, count, *leaves))
 
-    def _split(self, template: VJPTemplate, residuals: Tree, weights: Tree, x: jax.Array) -> Split:
+    def _split(self, template: VJPTemplate, residuals: Tree, weights: Tree, x: Tree) -> Split:
         """The block's backward as I and W. A gradient has the type of its primal, so `x` is the example of dy too."""
         return split_backward(template.backward, residuals, weights, x, x)
 
-    def _saved(self, slot, place, work: ChunkWork, template: VJPTemplate, zero) -> tuple[Tree, Tree, jax.Array]:
+    def _saved(self, slot, place, work: ChunkWork, template: VJPTemplate, zero) -> tuple[Tree, Tree, Tree]:
         """The arguments of a block's backward: residuals, weights, and the block's input."""
         saved, x = work.stash.read(slot, zero)
         return template.residuals(saved, work.microbatch), self._weights(place), x

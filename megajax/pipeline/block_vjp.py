@@ -45,7 +45,7 @@ class VJPTemplate(NamedTuple):
     sources: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, vjp_of: Callable, x: jax.Array, microbatch: Tree) -> "VJPTemplate":
+    def of(cls, vjp_of: Callable, x: Tree, microbatch: Tree) -> "VJPTemplate":
         """That of `vjp_of(x, microbatch, layer)`; only the types of the arguments are read.
 
         The layer's number varies over the mesh, as each rank's own: what a block computes from it would be of other types.
@@ -72,6 +72,6 @@ class VJPTemplate(NamedTuple):
         leaves = [next(values) if source is None else arrays[source] for source in self.sources]
         return jax.tree.unflatten(jax.tree.structure(vjp_residuals(self.vjp)), leaves)
 
-    def backward(self, residuals: Tree, weights: Tree, x: jax.Array, dy: jax.Array) -> tuple[Tree, jax.Array]:
+    def backward(self, residuals: Tree, weights: Tree, x: Tree, dy: Tree) -> tuple[Tree, Tree]:
         """The gradients of the weights and of x."""
         return rebuild_vjp(self.vjp, residuals, (weights, x))(dy)

@@ -13,9 +13,9 @@ class Carry(NamedTuple):
     """The state of one rank between ticks. Shapes are those on one rank and replica."""
 
     stash: Tree  # written by forwards, read by their backwards; [slots, blocks per chunk, ...]
-    activations: jax.Array  # inbox of received activations, [slots + 1, samples, sequence, hidden]
-    gradients: jax.Array  # inbox of received gradients, likewise
-    pending: jax.Array  # gradient between the parts of a backward; in paired ticks, the one to send in the next tick
+    activations: Tree  # inbox of received activations, leaves [slots + 1, samples, ...]
+    gradients: Tree  # inbox of received gradients, likewise
+    pending: Tree  # gradient between the parts of a backward; in paired ticks, the one to send in the next tick
     unfinished: Tree  # activation between the parts of a forward; () if no forward has several
     kept: Tree  # written by I, read by W; [slots, blocks per chunk, ...]
     block_gradients: Tree  # fp32, [local layers, ...]
@@ -23,7 +23,7 @@ class Carry(NamedTuple):
     output: Tree  # [microbatches, ...]: each microbatch's loss, or the result of `collect`
     iterations: jax.Array  # int32, of all loops so far; see `Rank.mixed_tick`
     records: Tree  # `ExecutorOptions.statistics` of each block and microbatch; empty without
-    embedded: Tree  # the embedding for the next tick's forward, [samples, sequence, hidden]; () in paired ticks
+    embedded: Tree  # the embedding for the next tick's forward, leaves [samples, ...]; () in paired ticks
 
     @property
     def end_state(self) -> EndState:

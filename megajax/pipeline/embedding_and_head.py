@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.pipeline.layout import vary
-from megajax.pipeline.loops import prevent_hoisting, run_one_of, which
+from megajax.pipeline.loops import choose, prevent_hoisting, run_one_of, which
 from megajax.pipeline.slots import TickRow
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, Segment
 
@@ -24,10 +24,10 @@ ENDS = "ends"  # the named scope of the conditional in `run_together`
 class EndState(NamedTuple):
     """What embedding and head read and update at a tick's end. Shapes are those on one rank and replica."""
 
-    embedded: jax.Array  # [samples, sequence, hidden], the embedding for the first stage's next forward; () if unused
+    embedded: Tree  # x, the embedding for the first stage's next forward; () if unused
     shared_gradients: Tree  # fp32
     output: Tree  # [microbatches, ...]: each microbatch's loss, or the result of `collect`
-    gradients: jax.Array  # inbox of received gradients, [slots + 1, samples, sequence, hidden]
+    gradients: Tree  # inbox of received gradients, leaves [slots + 1, samples, ...]
 
 
 class EmbeddingAndHead:
@@ -50,7 +50,7 @@ class EmbeddingAndHead:
         functions,
         shared: Tree,
         microbatch: Callable[[jax.Array], Tree],
-        constrain: Callable[[jax.Array], jax.Array],
+        constrain: Callable[[Tree], Tree],
         cotangents: jax.Array | None,
         collect: Callable | None,
     ):
@@ -58,13 +58,13 @@ class EmbeddingAndHead:
         self.cotangents, self.collect = cotangents, collect
 
     def of_tick(
-        self, segment: Segment, y: jax.Array, dx: jax.Array, row: TickRow, following: TickRow
+        self, segment: Segment, y: Tree, dx: Tree, row: TickRow, following: TickRow
     ) -> dict[str, tuple[jax.Array, Callable]]:
         """What may run at the end of a merged or mixed tick, by name: whether it does, and `(zero, state) -> state`.
 
         Args:
           segment: the tick's.
-          y: the output [samples, sequence, hidden] of the tick's forward.
+          y: the output of the tick's forward.
           dx: the gradient, likewise, that its backward returns.
           row: the tick's.
           following: the next tick's, whose embedding runs now.
@@ -82,16 +82,16 @@ class EmbeddingAndHead:
             ends["embed"] = following.embed.on, ahead
         return ends
 
-    def embed(self, zero: jax.Array, x: jax.Array, row: TickRow) -> jax.Array:
-        """The input [samples, sequence, hidden] of the row's forward: embedded on the first stage, else `x`."""
+    def embed(self, zero: jax.Array, x: Tree, row: TickRow) -> Tree:
+        """The input of the row's forward: embedded on the first stage, else `x`."""
         first = (row.forward.on & row.forward.first) == 1
         microbatch = prevent_hoisting(zero, self.microbatch(row.embed.microbatch))
-        return jnp.where(first, self.constrain(self.functions.embed(self.shared, microbatch)), x)
+        return choose(first, self.constrain(self.functions.embed(self.shared, microbatch)), x)
 
-    def head(self, zero: jax.Array, state: EndState, y: jax.Array, row: TickRow) -> EndState:
+    def head(self, zero: jax.Array, state: EndState, y: Tree, row: TickRow) -> EndState:
         """The loss of the last stage's output `y` and its gradient, or the result of `collect`."""
         last, index = (row.forward.on & row.forward.last) == 1, row.head.microbatch
-        inputs = (jnp.where(last, y, 0), self.microbatch(index))
+        inputs = (choose(last, y, 0), self.microbatch(index))
         if self.collect is not None:
             result = self.collect(self.shared, *prevent_hoisting(zero, inputs))
             place = lambda whole, new: whole.at[index].set(jnp.where(last, new, whole[index]))  # noqa: E731
@@ -100,18 +100,19 @@ class EmbeddingAndHead:
         y, microbatch, cotangent = prevent_hoisting(zero, (*inputs, cotangent))
         loss, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, microbatch), self.shared, y)
         shared, dy = vjp(cotangent.astype(loss.dtype))
-        gradients = lax.dynamic_update_index_in_dim(state.gradients, self.constrain(dy), row.loss_gradient, 0)
+        put = lambda inbox, new: lax.dynamic_update_index_in_dim(inbox, new, row.loss_gradient, 0)  # noqa: E731
+        gradients = jax.tree.map(put, state.gradients, self.constrain(dy))
         return state._replace(
             shared_gradients=_accumulate(state.shared_gradients, shared),
             output=state.output.at[index].add(jnp.where(last, loss, 0)),
             gradients=jax.vmap(self.constrain)(gradients),
         )
 
-    def embed_backward(self, zero: jax.Array, state: EndState, dx: jax.Array, row: TickRow) -> EndState:
+    def embed_backward(self, zero: jax.Array, state: EndState, dx: Tree, row: TickRow) -> EndState:
         """The gradients of the embedding, where the first stage completes a microbatch's backward with gradient `dx`."""
         complete = row.backward.part == row.backward.parts - 1
         first = (row.backward.on == 1) & complete & (row.backward.first == 1)
-        inputs = jnp.where(first, dx, 0), self.microbatch(row.embed_backward.microbatch)
+        inputs = choose(first, dx, 0), self.microbatch(row.embed_backward.microbatch)
         cotangent, microbatch = prevent_hoisting(zero, inputs)
         _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, microbatch), self.shared)
         return state._replace(shared_gradients=_accumulate(state.shared_gradients, vjp(cotangent)[0]))

@@ -64,7 +64,7 @@ activations that are sharded along their sequence.
 The executor does not depend on a model. It is passed an object `functions` with
 
     prepare_microbatch(microbatch) -> microbatch          for the blocks, once for an operation on a chunk
-    embed(shared, microbatch) -> x                        x: [samples, sequence, hidden]
+    embed(shared, microbatch) -> x                        x: array or pytree of arrays, [samples, ...]
     block(weights, x, microbatch, layer) -> x             weights: those of one block; layer: int32 scalar
     head_loss(shared, y, microbatch) -> loss              scalar, summed over the samples
 """
@@ -149,8 +149,7 @@ def forward_function(
 
     Args:
       functions: as for `gradient_function`; head_loss is not called.
-      collect: `collect(shared, y, microbatch) -> pytree of [n, ...]`, called on the last block's output y of
-        [samples, sequence, hidden]. With `options.share_ends` all ranks run it together and the last stage's result
+      collect: `collect(shared, y, microbatch) -> pytree of [n, ...]`, called on the last block's output y. With `options.share_ends` all ranks run it together and the last stage's result
         counts.
       schedule: a schedule without backwards.
       mesh: as for `gradient_function`.

@@ -94,15 +94,26 @@ def serializes(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def wait_for(received: Iterable[jax.Array], values: Tree) -> Tree:
+def choose(condition: jax.Array, new: Tree, old: Tree) -> Tree:
+    """`jnp.where` for pytrees: `new` where the condition holds, else `old`, a pytree alike or a scalar."""
+    if not isinstance(old, int | float):
+        return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
+    return jax.tree.map(lambda new: jnp.where(condition, new, old), new)
+
+
+def wait_for(received: Iterable[Tree], values: Tree) -> Tree:
     """`values`, in a form that XLA cannot compute before `received`.
 
     Args:
-      received: arrays, each a scalar or of the shape and sharding of every leaf of `values`.
+      received: each a scalar, an array of the shape and sharding of every leaf of `values`, or a pytree like `values`, of
+        which each leaf then waits for its own.
       values: pytree of arrays.
     """
-    for array in received:
-        values = _where(_arrived(array), values)
+    for one in received:
+        if isinstance(one, jax.Array):
+            values = _where(_arrived(one), values)
+        else:
+            values = jax.tree.map(lambda array, value: _where(_arrived(array), value), one, values)
     return values
 
 

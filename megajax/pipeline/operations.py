@@ -64,8 +64,8 @@ class Operations:
         )
 
     @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations
-    def forward(self, segment: Segment, carry: Carry, x: jax.Array, row: TickRow) -> tuple[Carry, jax.Array]:
-        """The tick's forward, or one part, from `x`. Returns the activation [samples, sequence, hidden] to send."""
+    def forward(self, segment: Segment, carry: Carry, x: Tree, row: TickRow) -> tuple[Carry, Tree]:
+        """The tick's forward, or one part, from `x`. Returns the activation to send."""
         blocks, parts = self.block_range(row.forward, segment, carry.iterations), (1,)
         if segment.overlaps and self.options.in_place:
             blocks = 0, self.per_chunk * (row.forward.on & ~overlapping(row))
@@ -78,8 +78,8 @@ class Operations:
         return carry._replace(stash=stash, iterations=iterations, records=records), self.constrain(y)
 
     def forward_and_backward(
-        self, segment: Segment, carry: Carry, x: jax.Array, dy: jax.Array, row: TickRow
-    ) -> tuple[Carry, jax.Array, jax.Array]:
+        self, segment: Segment, carry: Carry, x: Tree, dy: Tree, row: TickRow
+    ) -> tuple[Carry, Tree, Tree]:
         """The blocks of a merged tick, or of the parts that overlap on a rank of a mixed one, from inputs `x` and `dy`."""
         if self.schedule.paired:
             blocks, parts = (0, self.per_chunk), (1,)
@@ -92,10 +92,8 @@ class Operations:
         carry = carry._replace(stash=stash, block_gradients=totals, iterations=iterations, records=records)
         return carry, self.constrain(y), self.constrain(dx)
 
-    def backward(self, segment: Segment, carry: Carry, dy: jax.Array, row: TickRow) -> tuple[Carry, jax.Array]:
-        """The tick's backward, from `dy`: whole, one part, or I. Returns the gradient [samples, sequence, hidden]
-        to send.
-        """
+    def backward(self, segment: Segment, carry: Carry, dy: Tree, row: TickRow) -> tuple[Carry, Tree]:
+        """The tick's backward, from `dy`: whole, one part, or I. Returns the gradient to send."""
         operation, on, ops = row.backward, row.backward.on, segment.ops
         if self.schedule.paired:
             blocks = self.block_range(operation, segment, carry.iterations)
@@ -118,7 +116,7 @@ class Operations:
         return carry._replace(pending=dy) if in_parts else carry, dy
 
     @jax.named_scope(BACKWARD)
-    def whole_backward(self, carry: Carry, dy: jax.Array, work: ChunkWork, keep=None) -> tuple[Carry, jax.Array]:
+    def whole_backward(self, carry: Carry, dy: Tree, work: ChunkWork, keep=None) -> tuple[Carry, Tree]:
         """The backward, or one part, with the gradients of the weights; arguments as for `Stack.backward`."""
         dx, totals, iterations, records = self.stack.backward(
             dy, work, carry.block_gradients, keep=keep, iterations=carry.iterations
@@ -126,7 +124,7 @@ class Operations:
         return carry._replace(block_gradients=totals, iterations=iterations, records=records), self.constrain(dx)
 
     @jax.named_scope(INPUT)
-    def input_gradient(self, carry: Carry, dy: jax.Array, work: ChunkWork) -> tuple[Carry, jax.Array]:
+    def input_gradient(self, carry: Carry, dy: Tree, work: ChunkWork) -> tuple[Carry, Tree]:
         """The tick's I."""
         dx, totals, kept, iterations, records = self.stack.backward_input(
             dy, work, carry.block_gradients, carry.iterations

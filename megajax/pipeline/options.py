@@ -19,8 +19,8 @@ class ExecutorOptions:
     """How the executor shards arrays and runs blocks.
 
     Attributes:
-      constrain: `x -> x`, applies the sharding constraint of an activation [samples, sequence, hidden] over the mesh
-        axes that are not manual.
+      constrain: `x -> x`, applies the sharding constraint of what blocks pass on, an array or a pytree [samples, ...], over
+        the mesh axes that are not manual.
       specs: shardings of params and gradients. A block's weight that is sharded over `data` is all-gathered each time
         its block runs, and its gradient is reduce-scattered there (ZeRO-3).
       share_ends: all ranks run embed and head_loss together, each with its part of the vocabulary.

@@ -15,7 +15,7 @@ from jax import lax
 from megajax.pipeline.carry import Carry
 from megajax.pipeline.embedding_and_head import EmbeddingAndHead, run_together
 from megajax.pipeline.layout import fp32_zeros, in_row_major, vary
-from megajax.pipeline.loops import counted_loop, run_one_of, unknown, wait_for, wait_for_all
+from megajax.pipeline.loops import choose, counted_loop, run_one_of, unknown, wait_for, wait_for_all
 from megajax.pipeline.operations import Operations
 from megajax.pipeline.options import SEND, ExecutorOptions, embeds_ahead
 from megajax.pipeline.records import empty_records
@@ -71,11 +71,11 @@ class Rank:
     def start(self) -> Carry:
         """Empty stash and inboxes, and zero accumulators."""
         first, count = self.blocks.block_microbatch(0), self.schedule.microbatches
-        shape = jax.eval_shape(self.functions.embed, self.shared, first)
-        x = self.constrain(vary(jnp.zeros(shape.shape, shape.dtype)))
+        shapes = jax.eval_shape(self.functions.embed, self.shared, first)
+        x = self.constrain(vary(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)))
         activations, gradients = (
-            jax.vmap(self.constrain)(vary(jnp.zeros((self.table.inbox_slots[direction] + 1, *x.shape), x.dtype)))
-            for direction in (FORWARD, BACKWARD)
+            jax.vmap(self.constrain)(vary(jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), x)))
+            for slots in (self.table.inbox_slots[direction] + 1 for direction in (FORWARD, BACKWARD))
         )
         if self.collect is None:
             stash = ()
@@ -210,7 +210,7 @@ class Rank:
         if WEIGHT in ops:
             carry = self.blocks.weight_gradients(segment, carry, row)
         ended = carry.iterations >= 0  # always True, but XLA cannot know it before the loops have ended
-        return self.run_ends(segment, carry, jnp.where(ended, y, 0), jnp.where(ended, dx, 0), row, following)
+        return self.run_ends(segment, carry, choose(ended, y, 0), choose(ended, dx, 0), row, following)
 
     def prepare(self, segment: Segment, carry: Carry, row: TickRow) -> Carry:
         """Prepares the first tick of a segment, as `run_ends` prepares the next tick: its embedding, and before merged
@@ -226,9 +226,7 @@ class Rank:
             iterations, embedded = self.run_if("embed", row.embed.on, carry.iterations, embed, carry.embedded)
         return carry._replace(embedded=embedded, iterations=iterations)
 
-    def run_ends(
-        self, segment: Segment, carry: Carry, y: jax.Array, dx: jax.Array, row: TickRow, following: TickRow
-    ) -> Carry:
+    def run_ends(self, segment: Segment, carry: Carry, y: Tree, dx: Tree, row: TickRow, following: TickRow) -> Carry:
         """The end of a merged or mixed tick: head, embedding's backward, the next tick's embedding; beside them the sends.
 
         With `in_place` one conditional runs those that the tick has: the host waits for the device once, and the
@@ -255,56 +253,54 @@ class Rank:
 
     @jax.named_scope(FORWARD)
     def forward_input(
-        self, segment: Segment, carry: Carry, row: TickRow, before: Iterable[jax.Array] = ()
-    ) -> tuple[Carry, jax.Array]:
-        """The input [samples, sequence, hidden] of the tick's forward: received, embedded, or of the part before.
+        self, segment: Segment, carry: Carry, row: TickRow, before: Iterable[Tree] = ()
+    ) -> tuple[Carry, Tree]:
+        """The input x of the tick's forward: received, embedded, or of the part before.
 
         `before`: what `send` returned earlier in the tick.
         """
-        x = self.wait_for(before, self.constrain(carry.activations[row.forward.inbox]))
+        x = self.wait_for(before, self.constrain(jax.tree.map(lambda a: a[row.forward.inbox], carry.activations)))
         iterations = carry.iterations
         if self.embeds_ahead(segment):
-            x = jnp.where((row.forward.on & row.forward.first) == 1, carry.embedded, x)
+            x = choose((row.forward.on & row.forward.first) == 1, carry.embedded, x)
         else:
             embed = lambda zero, x: self.ends.embed(zero, x, row)  # noqa: E731
             iterations, x = self.run_if("embed", row.embed.on, iterations, embed, x)
         x = self.constrain(x)
         if segment.overlaps:
-            x = jnp.where(row.forward.part > 0, carry.unfinished, x)
+            x = choose(row.forward.part > 0, carry.unfinished, x)
         carry = carry._replace(iterations=iterations)
-        return carry, jnp.where(row.forward.on == 1, x, jnp.nan) if self.options.poison_bubbles else x
+        return carry, choose(row.forward.on == 1, x, jnp.nan) if self.options.poison_bubbles else x
 
-    def backward_input(self, segment: Segment, carry: Carry, row: TickRow) -> jax.Array:
-        """The gradient [samples, sequence, hidden] of the output of the tick's backward: received, or of the part before."""
+    def backward_input(self, segment: Segment, carry: Carry, row: TickRow) -> Tree:
+        """The gradient of the output of the tick's backward: received, or of the part before."""
         operation, on = row.backward, row.backward.on == 1
-        dy = self.constrain(carry.gradients[operation.inbox])
+        dy = self.constrain(jax.tree.map(lambda a: a[operation.inbox], carry.gradients))
         if self.schedule.paired:
-            return jnp.where(on, dy, jnp.nan) if self.options.poison_bubbles else dy
+            return choose(on, dy, jnp.nan) if self.options.poison_bubbles else dy
         in_parts = segment.overlaps or not self.schedule.split
-        return jnp.where(on & (operation.part == 0), dy, carry.pending) if in_parts else dy
+        return choose(on & (operation.part == 0), dy, carry.pending) if in_parts else dy
 
     def run_end(self, scope: str, on: jax.Array, end: Callable, carry: Carry) -> Carry:
         """One of the ends of a paired tick, `end(zero, EndState) -> EndState`, where `on` is 1."""
         iterations, state = self.run_if(scope, on, carry.iterations, end, carry.end_state)
         return carry._replace(iterations=iterations, **state._asdict())
 
-    def sends(
-        self, segment: Segment, y: jax.Array, dx: jax.Array, row: TickRow
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    def sends(self, segment: Segment, y: Tree, dx: Tree, row: TickRow) -> tuple[list[Tree], list[Tree]]:
         """Sends activations and gradients at the end of a merged or mixed tick; returns the received ones.
 
         In most ticks of operations that overlap no rank has completed one, and none sends.
         """
         backwards = BACKWARD in segment.ops or INPUT in segment.ops
 
-        def send(y: jax.Array, dx: jax.Array):
+        def send(y: Tree, dx: Tree):
             activations = self.send(FORWARD, y) if FORWARD in segment.ops else []
             return activations, self.send(BACKWARD, dx) if backwards else []
 
         if not (segment.overlaps and self.options.in_place):
             return send(y, dx)
 
-        def nothing(y: jax.Array, dx: jax.Array):
+        def nothing(y: Tree, dx: Tree):
             routes = self.table.routes
             activations = [y for _ in routes[FORWARD]] if FORWARD in segment.ops else []
             return activations, [dx for _ in routes[BACKWARD]] if backwards else []
@@ -313,22 +309,24 @@ class Rank:
             return lax.cond(row.sends == 1, send, nothing, y, dx)
 
     @jax.named_scope(SEND)
-    def send(self, direction: str, value: jax.Array) -> list[jax.Array]:
-        """Sends [samples, sequence, hidden] along every route of a direction; returns what each route delivers."""
+    def send(self, direction: str, value: Tree) -> list[Tree]:
+        """Sends an activation or a gradient along every route of a direction; returns what each route delivers."""
         with set_xla_metadata(**SEND_STREAM):
             return [
                 value if all(a == b for a, b in route) else self.constrain(lax.ppermute(value, "pipe", route))
                 for route in self.table.routes[direction]
             ]
 
-    def wait_for(self, received: Iterable[jax.Array], values: Tree) -> Tree:
+    def wait_for(self, received: Iterable[Tree], values: Tree) -> Tree:
         """`values`; with `serial_collectives`, what is computed from them runs after `received` (see `loops.wait_for`)."""
         return wait_for(received, values) if self.options.serial_collectives else values
 
-    def receive(self, received: list[jax.Array], arrivals: tuple, inbox: jax.Array) -> jax.Array:
-        """Writes the value received by each route to its slot of the inbox [slots + 1, samples, sequence, hidden]."""
+    def receive(self, received: list[Tree], arrivals: tuple, inbox: Tree) -> Tree:
+        """Writes the value received by each route to its slot of the inbox, leaves [slots + 1, samples, ...]."""
         for slot, value in zip(arrivals, received, strict=True):
-            inbox = lax.dynamic_update_index_in_dim(inbox, value, slot, 0)
+            inbox = jax.tree.map(
+                lambda whole, new, slot=slot: lax.dynamic_update_index_in_dim(whole, new, slot, 0), inbox, value
+            )
         return jax.vmap(self.constrain)(inbox)
 
     def run_if(

@@ -1,6 +1,6 @@
 """Statistics of the arrays between blocks, recorded while a schedule runs (`ExecutorOptions.statistics`, megajax.verify).
 
-For each block and microbatch a rank records the statistics of four arrays [samples, sequence, hidden]:
+For each block and microbatch a rank records the statistics of four values:
 
     input              x, the block's input                    recorded by the forward
     output             y, its output
@@ -32,12 +32,12 @@ def records_spec(mesh: Mesh) -> P:
     return P(None, "pipe", None, *batch_spec(mesh))
 
 
-def empty_records(statistics: Callable, x: jax.Array, microbatch: Tree, sizes: tuple[int, int]) -> dict[str, jax.Array]:
+def empty_records(statistics: Callable, x: Tree, microbatch: Tree, sizes: tuple[int, int]) -> dict[str, jax.Array]:
     """Buffers of zeros.
 
     Args:
       statistics: `statistics(x, microbatch) -> fp32 [samples, k]`.
-      x: [samples, sequence, hidden]; only its type is read, as of `microbatch`.
+      x: a block's input; only its type is read, as of `microbatch`.
       sizes: blocks of this rank, and microbatches.
     """
     shape = jax.eval_shape(statistics, x, microbatch)
@@ -60,8 +60,8 @@ class Recorder:
     on: Any
     row: Callable | None = None
 
-    def write(self, buffers: dict, block, microbatch: Tree, values: dict[str, jax.Array]) -> dict:
-        """The buffers with the statistics of `values` (name -> [samples, sequence, hidden]) of the local block `block`."""
+    def write(self, buffers: dict, block, microbatch: Tree, values: dict[str, Tree]) -> dict:
+        """The buffers with the statistics of `values`, by name, of the local block `block`."""
         buffers, row = dict(buffers), self.row(block) if self.row else block
         for name, value in values.items():
             whole, new = buffers[name], self.statistics(value, microbatch)[None, None]

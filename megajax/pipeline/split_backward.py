@@ -50,8 +50,8 @@ class Split(NamedTuple):
     kept: list
 
 
-def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: jax.Array, dy: jax.Array) -> Split:
-    """Splits `backward(residuals, weights, x, dy) -> (gradients like weights, dx)`.
+def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: Tree, dy: Tree) -> Split:
+    """Splits `backward(residuals, weights, x, dy) -> (gradients like weights, dx like x)`.
 
     The other arguments are examples of the backward's; only their types are read.
     """
@@ -60,16 +60,18 @@ def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: jax.Ar
 
     closed = inlined_jaxpr(lambda *leaves: backward(*jax.tree.unflatten(structure, leaves)), *flat)
     jaxpr = closed.jaxpr
-    *dw, dx = jaxpr.outvars
+    count = len(jax.tree.leaves(weights))
+    dw, dx = jaxpr.outvars[:count], jaxpr.outvars[count:]
+    inputs = len(flat) - len(jax.tree.leaves(dy))  # arguments without dy
     makers = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     known = set(jaxpr.invars) | set(jaxpr.constvars)
-    for_input = _needed(jaxpr, makers, [dx])
-    stashed = known - {jaxpr.invars[-1]}  # W can read all arguments again except dy
+    for_input = _needed(jaxpr, makers, dx)
+    stashed = known - set(jaxpr.invars[inputs:])  # W can read all arguments again except dy
     cheap = _without_matmul(jaxpr, stashed)
     late = [_has_late_matmul(jaxpr, makers, var, for_input) for var in dw]
     early_vars = [var for var, is_late in zip(dw, late, strict=True) if not is_late]
     late_vars = [var for var, is_late in zip(dw, late, strict=True) if is_late]
-    for_input = _needed(jaxpr, makers, [dx, *early_vars])
+    for_input = _needed(jaxpr, makers, [*dx, *early_vars])
     kept, for_weight = _partition(jaxpr, makers, late_vars, for_input, stashed, cheap)
 
     def run(indices, inputs, outputs):
@@ -81,13 +83,15 @@ def split_backward(backward: Callable, residuals: Tree, weights: Tree, x: jax.Ar
 
     def input_part(residuals, weights, x, dy):
         leaves = jax.tree.leaves((residuals, weights, x, dy))
-        dx_value, *rest = run(for_input, zip(jaxpr.invars, leaves, strict=True), [dx, *early_vars, *kept])
-        return dx_value, rest[: len(early_vars)], rest[len(early_vars) :]
+        values = run(for_input, zip(jaxpr.invars, leaves, strict=True), [*dx, *early_vars, *kept])
+        rest = values[len(dx) :]
+        dx_values = jax.tree.unflatten(jax.tree.structure(x), values[: len(dx)])
+        return dx_values, rest[: len(early_vars)], rest[len(early_vars) :]
 
     def weight_part(residuals, weights, x, kept_values):
         leaves = jax.tree.leaves((residuals, weights, x))
-        inputs = [*zip(jaxpr.invars[:-1], leaves, strict=True), *zip(kept, kept_values, strict=True)]
-        return run(for_weight, inputs, late_vars)
+        given = [*zip(jaxpr.invars[:inputs], leaves, strict=True), *zip(kept, kept_values, strict=True)]
+        return run(for_weight, given, late_vars)
 
     is_late = jax.tree.unflatten(jax.tree.structure(weights), late)
     return Split(input_part, weight_part, is_late, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept])

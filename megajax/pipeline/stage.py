@@ -95,36 +95,36 @@ class Stack(ChunkParts):
         """Accumulators like those of `empty_gradients`, fp32 [local layers, ...]."""
         return jax.tree.map(lambda *blocks: jnp.stack(blocks), *gradients) if self.unrolled else gradients
 
-    def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree, *, on_host: bool = False) -> Tree:
+    def empty_stash(self, slots: int, x: Tree, microbatch: Tree, *, on_host: bool = False) -> Tree:
         """An empty stash, (residuals, x) of [slots, blocks per chunk, ...].
 
         Args:
           slots: chunk activations to hold at once.
-          x: a block's input, [samples, sequence, hidden]; only its type is read, as of `microbatch`.
+          x: a block's input; only its type is read, as of `microbatch`.
           on_host: in host memory.
         """
         return self._of_kinds(lambda own: own.empty_stash(slots, x, microbatch, on_host=on_host))
 
-    def empty_kept(self, slots: int, x: jax.Array, microbatch: Tree) -> Tree:
+    def empty_kept(self, slots: int, x: Tree, microbatch: Tree) -> Tree:
         """An empty buffer [slots, blocks per chunk, ...] for what `backward_input` keeps for `backward_weight`."""
         return self._of_kinds(lambda own: own.empty_kept(slots, x, microbatch))
 
-    def forward(self, x: jax.Array, work: ChunkWork) -> jax.Array:
-        """x of [samples, sequence, hidden] through the blocks of a chunk; saves nothing."""
+    def forward(self, x: Tree, work: ChunkWork) -> Tree:
+        """x through the blocks of a chunk; saves nothing."""
         steps = self._steps(work, BlockSteps.plain_step)
         if self.where:
             return self._run_blocks(0, work, steps, (x,))[1][0]
         one = lambda index, state: steps[ONE](index, work.chunk * self.per_chunk + index, 0, state)  # noqa: E731
         return lax.fori_loop(*(work.blocks or (0, self.per_chunk)), one, (x,))[0]
 
-    def forward_stashing(self, x: jax.Array, work: ChunkWork, iterations=0) -> tuple[jax.Array, Tree, jax.Array, Tree]:
+    def forward_stashing(self, x: Tree, work: ChunkWork, iterations=0) -> tuple[Tree, Tree, jax.Array, Tree]:
         """As `forward`, and writes each block's residuals and input to `work.stash`.
 
         Args:
           iterations: here and below, the iteration count of earlier loops; see `loops.counted_loop`.
 
         Returns:
-          (y of [samples, sequence, hidden], the stash's buffer, the iteration count, the records).
+          (y, the stash's buffer, the iteration count, the records).
         """
         steps = self._steps(work, BlockSteps.forward_step, 1)
         state = (x, work.stash.buffer, work.records)
@@ -132,12 +132,12 @@ class Stack(ChunkParts):
         return y, buffer, iterations, records
 
     def backward(
-        self, dy: jax.Array, work: ChunkWork, gradients: Tree, *, keep=None, iterations=0
-    ) -> tuple[jax.Array, Tree, jax.Array, Tree]:
+        self, dy: Tree, work: ChunkWork, gradients: Tree, *, keep=None, iterations=0
+    ) -> tuple[Tree, Tree, jax.Array, Tree]:
         """Gradients of a chunk, or of the range `work.blocks` of its blocks, last block first.
 
         Args:
-          dy: gradient of the output of the last of these blocks, [samples, sequence, hidden].
+          dy: gradient of the output of the last of these blocks.
           gradients: fp32 accumulators like `weights`, updated in place.
           keep: bool scalar; False in a bubble that runs its blocks anyway. Its gradients may have any value, including
             NaN, and are discarded. None: always True.
@@ -158,20 +158,20 @@ class Stack(ChunkParts):
 
     def forward_and_backward(
         self,
-        x: jax.Array,
-        dy: jax.Array,
+        x: Tree,
+        dy: Tree,
         works: tuple[ChunkWork, ChunkWork],
         gradients: Tree,
         pairs: Sequence,
         iterations,
-    ) -> tuple[jax.Array, jax.Array, Tree, Tree, jax.Array, Tree]:
+    ) -> tuple[Tree, Tree, Tree, Tree, jax.Array, Tree]:
         """`forward_stashing` and `backward`, which do not depend on each other, in one loop: a block of each an iteration.
 
         On GPUs the collectives of one run beside the matmuls of the other. Where there are several kinds one runs after the
         other: their blocks may be of different kinds.
 
         Args:
-          x: the forward's input, [samples, sequence, hidden].
+          x: the forward's input.
           dy: the backward's.
           works: of the forward and of the backward; they share a stash, and records. Both have blocks, as many, or neither.
           gradients: as for `backward`.
@@ -226,14 +226,14 @@ class Stack(ChunkParts):
         return x, dy, buffer, gradients, iterations, records
 
     def backward_input(
-        self, dy: jax.Array, work: ChunkWork, gradients: Tree, iterations=0
-    ) -> tuple[jax.Array, Tree, Tree, jax.Array, Tree]:
+        self, dy: Tree, work: ChunkWork, gradients: Tree, iterations=0
+    ) -> tuple[Tree, Tree, Tree, jax.Array, Tree]:
         """I: the gradients of a chunk's input, and of the weights whose gradient needs no matmul (biases, norms).
 
         Writes to `work.kept` the values that `backward_weight` needs in addition to the stash.
 
         Returns:
-          (gradient of the chunk's input [samples, sequence, hidden], the accumulators, the buffer of `work.kept`, the
+          (gradient of the chunk's input, the accumulators, the buffer of `work.kept`, the
           iteration count, the records).
         """
         steps = self._steps(work, lambda own, work: own.input_step(dy, work), 1, 2)
@@ -241,7 +241,7 @@ class Stack(ChunkParts):
         iterations, (dx, gradients, buffer, records) = self._run_blocks(iterations, work, steps, state, backwards=True)
         return dx, gradients, buffer, iterations, records
 
-    def backward_weight(self, x: jax.Array, work: ChunkWork, gradients: Tree, iterations=0) -> tuple[Tree, jax.Array]:
+    def backward_weight(self, x: Tree, work: ChunkWork, gradients: Tree, iterations=0) -> tuple[Tree, jax.Array]:
         """W: the weight gradients that `backward_input` did not compute; only the type of `x` is read.
 
         Returns:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from megajax.pipeline.loops import choose
 from megajax.schedules.schedule import Schedule
 from megajax.schedules.stages import KindLayers
 
@@ -56,11 +57,11 @@ class StageBlocks:
         first = np.cumsum([0, *self.counts[:-1]], dtype=np.int32)
         return jnp.asarray(first)[stage] + slot
 
-    def select(self, stage: jax.Array, slot: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    def select(self, stage: jax.Array, slot: jax.Array, new: Tree, old: Tree) -> Tree:
         """`new`, a result of the block in this slot; `old`, of the same type, if the slot is empty."""
         if self.counts is None:
             return new
-        return jnp.where(slot < jnp.asarray(self.counts, jnp.int32)[stage], new, old)
+        return choose(slot < jnp.asarray(self.counts, jnp.int32)[stage], new, old)
 
 
 def clear_empty_slots(gradients: Tree, counts: Sequence[int] | None, schedule: Schedule) -> Tree:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax import lax
@@ -99,6 +100,10 @@ class AxisRules:
         Mesh axes that the surrounding `shard_map` is manual over are left out: there x is a device's own shard already.
         """
         return lax.with_sharding_constraint(x, without(self.spec(axes), manual_axes()))
+
+    def constrain_tree(self, tree: Any, axes: Any) -> Any:
+        """`constrain` of each array of a pytree; `axes` has a tuple of names in the place of each."""
+        return jax.tree.map(lambda x, own: self.constrain(x, *own), tree, axes)
 
 
 def default_rules(

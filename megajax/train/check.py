@@ -67,12 +67,7 @@ def check_batch(model: PipelineModel, batch: Batch, name: str, replicas: int = 1
     }
     own = _call("prepare_microbatch", name, lambda: jax.eval_shape(model.prepare_microbatch, one), one)
     x = _call("embed", name, lambda: jax.eval_shape(model.embed, params["shared"], one), one)
-    axes = model.activation_axes
-    if not isinstance(x, jax.ShapeDtypeStruct) or x.ndim != len(axes):
-        raise ConfigError(
-            f"embed of {_name(model)} returns {_shown(x)} for {name}; expected one array of {len(axes)} axes, those of "
-            f"activation_axes = {axes}"
-        )
+    _check_activations(model, x, name)
     for kind, weights in _blocks(model, params).items():
         y = _call("block", name, lambda w=weights: jax.eval_shape(model.block, w, x, own, jnp.int32(0)), own)
         if _type(y) != _type(x):
@@ -89,6 +84,30 @@ def check_batch(model: PipelineModel, batch: Batch, name: str, replicas: int = 1
     weight = _call("loss_weight", name, lambda: jax.eval_shape(model.loss_weight, shapes), shapes)
     if getattr(weight, "shape", None) != ():
         raise ConfigError(f"loss_weight of {_name(model)} returns {_shown(weight)}; expected a scalar")
+
+
+def _check_activations(model: PipelineModel, x: Any, name: str) -> None:
+    """Checks that what `embed` returns has the arrays and axes of `activation_axes`, and that they have gradients."""
+    axes = model.activation_axes
+    several = isinstance(axes, Mapping)
+    if several and (not isinstance(x, dict) or x.keys() != axes.keys()):
+        found = f"a dictionary of {', '.join(map(repr, x))}" if isinstance(x, dict) else _shown(x)
+        raise ConfigError(
+            f"embed of {_name(model)} returns {found} for {name}; expected a dictionary of "
+            f"{', '.join(map(repr, axes))}, those of activation_axes"
+        )
+    for key, own in axes.items() if several else (("", axes),):
+        leaf, of = (x[key], f" as {key!r}") if several else (x, "")
+        if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.ndim != len(own):
+            raise ConfigError(
+                f"embed of {_name(model)} returns {_shown(leaf)}{of} for {name}; expected one array of {len(own)} axes, "
+                f"those of activation_axes = {axes}"
+            )
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ConfigError(
+                f"embed of {_name(model)} returns {_shown(leaf)}{of} for {name}, and gradients pass through all that blocks "
+                "pass on: leave integers in the microbatch, which every block gets"
+            )
 
 
 def _check_arrays(model: PipelineModel, batch: Batch, name: str) -> None:
@@ -179,12 +198,17 @@ def _kind(dtype: Any) -> str:
     return KINDS.get(np.dtype(dtype).kind, str(dtype))
 
 
-def _type(value: Any) -> tuple | None:
+def _type(value: Any) -> Any:
+    """Comparable: of an array its shape and type, of a dictionary those of its arrays."""
+    if isinstance(value, dict):
+        return {key: _type(leaf) for key, leaf in value.items()}
     return (value.shape, str(value.dtype)) if isinstance(value, jax.ShapeDtypeStruct) else None
 
 
 def _shown(value: Any) -> str:
     """float32 [4, 8]; of other things their type."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_shown(leaf)}" for key, leaf in value.items()) + "}"
     if not hasattr(value, "shape"):
         return f"a {type(value).__name__}"
     return f"{value.dtype} [{', '.join(map(str, value.shape))}]"

@@ -95,7 +95,7 @@ class Training:
             on_whole_layers=on_whole_layers(mesh, self.specs.stored),
         )
         self.executor_options = ExecutorOptions(
-            constrain=lambda x: self.rules.constrain(x, *self.model.activation_axes),
+            constrain=lambda x: self.rules.constrain_tree(x, self.model.activation_axes),
             specs=self.specs.executor(run.parallel.recompute_blocks),
             share_ends=program.vocabulary_over_pipe,
             offload=run.parallel.offload_activations,

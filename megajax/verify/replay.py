@@ -29,7 +29,7 @@ from megajax.train.replica_check import ReplicaCheck
 from megajax.train.step import TrainState, make_training
 from megajax.verify.locations import Locations
 from megajax.verify.replicas import differing_replicas
-from megajax.verify.sketch import WIDTH, add_parts, sketch, tensor_sketches, well_conditioned
+from megajax.verify.sketch import WIDTH, add_parts, tensor_sketches, tree_sketch, well_conditioned
 
 Tree = Any
 Batch = Mapping[str, np.ndarray]
@@ -185,8 +185,8 @@ class Replay:
 
     # The functions below are traced.
 
-    def _statistics(self, x: jax.Array, microbatch: Tree) -> jax.Array:
-        return sketch(x, 1, microbatch["places"] if self.run.parallel.context > 1 else None)
+    def _statistics(self, x: Tree, microbatch: Tree) -> jax.Array:
+        return tree_sketch(x, microbatch["places"] if self.run.parallel.context > 1 else None)
 
     def _sketches_of_state(self, state: TrainState) -> dict[str, jax.Array]:
         parts = {name: getattr(state, name) for name in ("params", "optimizer_state", "loss_scale")}

@@ -31,29 +31,51 @@ WIDTH = PROJECTIONS + 2
 DAMPED_BELOW = 1e-3
 
 
-def sketch(x: jax.Array, keep: int = 1, positions: jax.Array | None = None) -> jax.Array:
+def sketch(x: jax.Array, keep: int = 1, positions: jax.Array | None = None, salt: int = 0) -> jax.Array:
     """Sketches of the slices of x along its first `keep` axes.
 
     Args:
       x: floating-point or integer.
       keep: leading axes that are kept; 0: one sketch of the whole array.
       positions: int32 [samples, sequence], the indices along axis 1 of x where x has a part of them (context parallelism).
+      salt: of the hash; arrays whose sketches are added have different ones.
 
     Returns:
       fp32 [*x.shape[:keep], WIDTH].
     """
-    mixed = _hash(x, keep, positions)
+    mixed = _hash(x, keep, positions, salt)
     axes = tuple(range(keep, x.ndim))
     signs = 1 - 2 * ((mixed[..., None] >> jnp.arange(PROJECTIONS, dtype=jnp.uint32)) & 1).astype(jnp.float32)
     projections = (signs * x[..., None].astype(jnp.float32)).sum(axes)
     checksum = (_bits(x) * (mixed | 1)).sum(axes, dtype=jnp.uint32)
-    halves = jnp.stack([checksum >> 16, checksum & 0xFFFF], axis=-1).astype(jnp.float32)  # exact: below 2^24
-    return jnp.concatenate([projections, halves], axis=-1)
+    return jnp.concatenate([projections, _halves(checksum)], axis=-1)
 
 
-def _hash(x: jax.Array, keep: int, positions: jax.Array | None) -> jax.Array:
+def tree_sketch(tree: Tree, positions: jax.Array | None = None) -> jax.Array:
+    """Sketches of the samples of what blocks pass on, an array or a pytree [samples, ...]: the sum of its leaves' sketches.
+
+    `positions`: as for `sketch`.
+    """
+    first, *rest = (sketch(leaf, 1, positions, salt) for salt, leaf in enumerate(jax.tree.leaves(tree)))
+    for more in rest:
+        total = _checksum(first) + _checksum(more)  # modulo 2^32
+        first = jnp.concatenate([first[..., :PROJECTIONS] + more[..., :PROJECTIONS], _halves(total)], axis=-1)
+    return first
+
+
+def _halves(checksum: jax.Array) -> jax.Array:
+    """fp32 [..., 2] of uint32 [...]; exact, as they are below 2^24."""
+    return jnp.stack([checksum >> 16, checksum & 0xFFFF], axis=-1).astype(jnp.float32)
+
+
+def _checksum(sketches: jax.Array) -> jax.Array:
+    high, low = (sketches[..., PROJECTIONS + half].astype(jnp.uint32) for half in (0, 1))
+    return (high << 16) | low
+
+
+def _hash(x: jax.Array, keep: int, positions: jax.Array | None, salt: int) -> jax.Array:
     """uint32 like x: murmur3's finalizer of the index along the axes from `keep` on."""
-    total = jnp.full(x.shape, 0x9E3779B9, jnp.uint32)
+    total = jnp.full(x.shape, (0x9E3779B9 + salt * 0x7F4A7C15) & 0xFFFFFFFF, jnp.uint32)
     for number, axis in enumerate(range(keep, x.ndim)):
         index = lax.broadcasted_iota(jnp.uint32, x.shape, axis)
         if positions is not None and axis == 1:
