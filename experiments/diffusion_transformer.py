@@ -1,7 +1,4 @@
-"""A diffusion transformer with adaLN (2212.09748 section 3.2): blocks pass on an image and the vector that conditions it.
-
-    python -m experiments.diffusion_transformer
-"""
+"""A diffusion transformer: blocks pass on an image and its conditioning. `python -m experiments.diffusion_transformer`"""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +15,7 @@ class DiTConfig:
     name: str = "dit"
     layers: int = 8
     hidden: int = 32
-    heads: int = 4
     image: tuple[int, int] = (16, 12)  # patches, and values of one
-    classes: int = 10
 
 
 def weight(key, name, shape, *axes):
@@ -28,45 +23,41 @@ def weight(key, name, shape, *axes):
 
 
 def norm(x):  # without parameters: the conditioning scales and shifts
-    x = x.astype(jnp.float32)
-    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+    return jax.nn.standardize(x.astype(jnp.float32), epsilon=1e-6)
 
 
-class Block(nnx.Module):
+class Block(nnx.Module):  # adaLN, 2212.09748 section 3.2
     def __init__(self, config, key, context):
-        h, a, self.constrain = config.hidden, config.heads, context.constrain
-        self.modulation = weight(key, "modulation", (h, 6 * h), "hidden", None)
-        self.refine = weight(key, "refine", (h, h), "hidden", None)
+        h, a, self.constrain = config.hidden, 4, context.constrain
+        self.modulation = weight(key, "modulation", (h, 7 * h), "hidden", None)
         self.qkv = weight(key, "qkv", (h, 3, a, h // a), "hidden", None, "heads", None)
         self.out = weight(key, "out", (a, h // a, h), "heads", None, "hidden")
         self.up = weight(key, "up", (h, 4 * h), "hidden", "feedforward")
         self.down = weight(key, "down", (4 * h, h), "feedforward", "hidden")
 
     def __call__(self, x, microbatch, layer):
-        image, vector = x["image"], jax.nn.silu(x["conditioning"])
-        shift, scale, gate, shift2, scale2, gate2 = jnp.split((vector @ self.modulation[...])[:, None], 6, axis=-1)
+        image, vector = x["image"], x["conditioning"][:, None]
+        shift, scale, gate, *second, refined = jnp.split(jax.nn.silu(vector) @ self.modulation[...], 7, axis=-1)
         y = (norm(image) * (1 + scale) + shift).astype(image.dtype)
         q, k, v = jnp.moveaxis(jnp.einsum("bsh,hnad->bsnad", y, self.qkv[...]), 2, 0)
         scores = jnp.einsum("bsad,btad->bast", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
         weights = jax.nn.softmax(self.constrain(scores, "batch", "heads", None, None)).astype(v.dtype)
         image += gate * jnp.einsum("bast,btad,adh->bsh", weights, v, self.out[...])
-        y = (norm(image) * (1 + scale2) + shift2).astype(image.dtype)
-        inner = self.constrain(jax.nn.gelu(y @ self.up[...]), "batch", None, "feedforward")
-        return {"image": image + gate2 * (inner @ self.down[...]), "conditioning": x["conditioning"] + vector @ self.refine[...]}
+        inner = jax.nn.gelu((norm(image) * (1 + second[1]) + second[0]).astype(image.dtype) @ self.up[...])
+        inner = self.constrain(inner, "batch", None, "feedforward")
+        return {"image": image + second[2] * (inner @ self.down[...]), "conditioning": (vector + refined)[:, 0]}
 
 
 class Ends(nnx.Module):
     def __init__(self, config, key, context):
-        (patches, values), h = config.image, config.hidden
-        self.patch = weight(key, "patch", (values, h), None, "hidden")
-        self.place = weight(key, "place", (patches, h), None, "hidden")
-        self.label = weight(key, "label", (config.classes, h), None, "hidden")
+        for name, rows in {"place": config.image[0], "patch": config.image[1], "label": 10}.items():
+            setattr(self, name, weight(key, name, (rows, config.hidden), None, "hidden"))
 
     def embed(self, microbatch):
         image = microbatch["noisy"].astype(self.patch.dtype) @ self.patch[...] + self.place[...]
-        angles = microbatch["time"][:, None] * 2.0 ** jnp.arange(self.label.shape[1] // 2)
-        time = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(image.dtype)
-        return {"image": image, "conditioning": time + self.label[...][microbatch["class"]]}
+        angles = microbatch["time"][:, None] * 2.0 ** (jnp.arange(self.label.shape[1] // 2) - 8)
+        vector = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1) + self.label[...][microbatch["class"]]
+        return {"image": image, "conditioning": vector.astype(image.dtype)}
 
     def head_loss(self, y, microbatch):  # the noise is predicted
         found = norm(y["image"] + y["conditioning"][:, None]) @ self.patch[...].T.astype(jnp.float32)
@@ -79,18 +70,16 @@ class DiT(NNXModel):
     activation_axes = {"image": ("batch", None, "hidden"), "conditioning": ("batch", "hidden")}
 
     def batch_shapes(self):
-        sizes = {"noisy": (self.config.image, "f4"), "noise": (self.config.image, "f4")}
-        return {name: jax.ShapeDtypeStruct(*of) for name, of in {**sizes, "time": ((), "f4"), "class": ((), "i4")}.items()}
+        shapes = {"noisy": self.config.image, "noise": self.config.image, "time": (), "class": ()}
+        return {name: jax.ShapeDtypeStruct(of, "i4" if name == "class" else "f4") for name, of in shapes.items()}
 
 
 class Images:
-    def batch(self, consumed_samples):  # of 4 microbatches of 8 samples: a wave for each class, and noise
+    def batch(self, consumed_samples):  # of 4 microbatches of 8 samples: noise on a class's grey
         random = np.random.default_rng(consumed_samples)
         label, time = random.integers(0, 10, (4, 8), "i4"), random.random((4, 8), "f4")
-        noise, part = random.normal(size=(4, 8, 16, 12)), time[..., None, None]
-        clean = np.cos(np.arange(192).reshape(16, 12) * (1 + label[..., None, None]))
-        noisy = np.sqrt(1 - part) * clean + np.sqrt(part) * noise
-        return {"noisy": np.float32(noisy), "noise": np.float32(noise), "time": time, "class": label}
+        noise, clean = random.normal(size=(4, 8, 16, 12)).astype("f4"), np.cos(label, dtype="f4")[..., None, None]
+        return {"noisy": clean + time[..., None, None] * noise, "noise": noise, "time": time, "class": label}
 
 
 PARALLEL = ParallelConfig(data=2, pipe=2, tensor=2, chunks=2, microbatch_size=4, zero=1)

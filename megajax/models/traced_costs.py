@@ -37,14 +37,13 @@ SAME_AXES = ("convert_element_type", "copy", "sharding_constraint", "optimizatio
 def traced_costs(model) -> ModelCosts:
     """FLOPs of the block's matmuls, values that its backward keeps, and parameters of a `PipelineModel`.
 
+    Of a model whose layers are of several kinds those of each kind are traced in a model of that kind alone.
+
     Raises:
-      ConfigError: its blocks are of several kinds.
+      ConfigError: its blocks are of several kinds, and its configuration has no `of_kind` that gives such a model.
     """
     if layer_kinds(model.config):
-        raise ConfigError(
-            f"the costs of {model.config.name}, whose layers are of several kinds, cannot be traced: define costs() of "
-            f"{type(model).__name__}."
-        )
+        return _of_kinds(model)
     modes = {mode: _Trace(model, mode) for mode in MODES}
     none = modes["none"]
     streams = jax.tree.leaves(none.x)
@@ -80,6 +79,22 @@ def traced_costs(model) -> ModelCosts:
         kept_for_weights=tuple(_kept_for_weights(with_weights)),
         elementwise=Elementwise(residual_passes=3),  # of x + f(x): read x, read f(x), write
     )
+
+
+def _of_kinds(model) -> ModelCosts:
+    """`traced_costs` of a model with several kinds of layers: the costs of each kind, in those of the largest."""
+    config, kinds = model.config, layer_kinds(model.config)
+    found = {}
+    for kind in sorted(set(kinds)):
+        own = config.of_kind(kind) if hasattr(config, "of_kind") else config
+        if layer_kinds(own):
+            raise ConfigError(
+                f"{type(config).__name__} has layers of several kinds: for its costs, of_kind({kind!r}) must return the "
+                "configuration of a model all of whose layers are of this kind, whose layer_kinds is None."
+            )
+        found[kind] = traced_costs(type(model)(own, model.context))
+    counted = tuple((kinds.count(kind), costs) for kind, costs in found.items())
+    return dataclasses.replace(max(found.values(), key=lambda costs: costs.block.total), kinds=counted)
 
 
 class _Trace:

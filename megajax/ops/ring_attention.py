@@ -63,7 +63,8 @@ def zigzag(length: int, ranks: int) -> np.ndarray:
 def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[str, jax.Array]:
     """A batch with one row for each sample and context rank; a replica's context ranks are neighbours.
 
-    "document" becomes the start of each token's document (`document_starts`), whatever numbers the documents had.
+    "document" becomes the start of each token's document (`document_starts`), whatever numbers the documents had, if it has
+    one for each of "tokens": in a batch without them it is an array of a user's model, of any meaning.
 
     Args:
       batch: arrays [microbatches, data * samples, sequence], or without the last axis, which are copied to all ranks.
@@ -74,7 +75,7 @@ def split_batch(batch: dict[str, jax.Array], data: int, context: int) -> dict[st
       Arrays [microbatches, data * context * samples, sequence / context]; also "places", the tokens' in the sample, and
       "positions", which are the places if the batch has no others.
     """
-    if "document" in batch:
+    if "tokens" in batch and "document" in batch and batch["document"].shape == batch["tokens"].shape:
         batch = {**batch, "document": document_starts(batch["document"])}
     if context == 1:
         return batch

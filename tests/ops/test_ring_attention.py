@@ -188,6 +188,8 @@ def test_split_batch_by_hand():
     want = [tokens[0, row][part] for row, part in [(0, first), (1, first), (0, second), (1, second)]]
     np.testing.assert_array_equal(batch["tokens"][0, :4], want)
     assert split_batch({"tokens": tokens}, data=2, context=1)["tokens"] is tokens
+    own = {"document": np.arange(24).reshape(1, 4, 6)}  # an array of a model of one's own
+    assert split_batch(own, data=2, context=1) == own
 
 
 def test_split_batch_keeps_positions_and_gives_the_start_of_each_document():
