@@ -22,6 +22,9 @@ NO_COMMANDS = {
     "megajax.data.text.make_corpus",
     "megajax.data.text.make_vocabulary",
     "benchmarks.data_peer",
+    "experiments.diffusion_transformer",  # models to copy, as own-model is
+    "experiments.encoder_decoder",
+    "experiments.two_towers",
     "benchmarks.peers.torch_rates",
     "benchmarks.peers.torch_gpt",
     "benchmarks.peers.hugging_face",
