@@ -81,17 +81,13 @@ def encode_block(block: Block, recipe: Recipe) -> Result:
 
 
 class Workers:
-    """A context: processes that tokenize, which start at once and import what they need while the caller goes on.
-
-    Attributes:
-      count: of the processes.
-    """
+    """A context: processes that tokenize, which start at once and import what they need while the caller goes on."""
 
     def __init__(self, count: int, size: int = 0):
-        """`size`: bytes of the texts; no more processes start at once than they have blocks."""
+        """`count` processes; `size`: bytes of the texts, whose blocks limit how many processes start at once."""
         self._at_once, self._starting = min(count, 1 + size // PART), list[concurrent.futures.Future]()
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
-        self.count, self._pool = count, concurrent.futures.ProcessPoolExecutor(count, context, _start_worker)
+        self._count, self._pool = count, concurrent.futures.ProcessPoolExecutor(count, context, _start_worker)
 
     def __enter__(self) -> "Workers":
         """Starts them without Ctrl-C, which this process handles: they inherit the mask of signals."""
@@ -116,8 +112,8 @@ class Workers:
             for block in blocks:
                 concurrent.futures.wait(self._starting)  # the pool starts another process while none is idle
                 size = len(block.content)
-                most = max(BYTES_AHEAD, AHEAD * self.count * PART)
-                while waiting and (len(waiting) >= AHEAD * self.count or size + sum(one for one, _ in waiting) > most):
+                most = max(BYTES_AHEAD, AHEAD * self._count * PART)
+                while waiting and (len(waiting) >= AHEAD * self._count or size + sum(one for one, _ in waiting) > most):
                     yield waiting.popleft()[1].result()
                 waiting.append((size, self._pool.submit(encode_block, block, recipe)))
                 del block
