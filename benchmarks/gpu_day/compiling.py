@@ -101,15 +101,14 @@ def step(run: RunConfig, label: str, layout: str = "", **options) -> dict[str, A
 def generation() -> dict[str, Any]:
     """The programs that continue texts: one for prompts, one for new tokens."""
     from experiments.gpt3 import EXPERIMENT
-    from megajax.config import SampleConfig
+    from megajax.config.sample import SampleConfig
     from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
-    from megajax.train.step import make_training
 
     run = parse(["--precision", "fp32", *ONE_DEVICE], EXPERIMENT).run(1, "fp32")
     run = decoding_run(run, run.parallel)
     mesh = make_mesh(run.parallel, [_device()])
     decoder = Decoder(run, mesh, DecodeSizes(4, 8, 64), SampleConfig(temperature=0.0), seed=0)
-    weights, rows = make_training(run, mesh).step_shapes()[0].params, []
+    weights, rows = jax.eval_shape(decoder.weights, decoder.params_layout.shapes["params"]), []
     start = time.perf_counter()
     decoder.compile(weights)
     seconds = time.perf_counter() - start

@@ -107,13 +107,14 @@ def _summary(everything: Sequence[Case]) -> str:
     """How many cases have each status, and a table of all by part."""
     if not everything:
         return "<p>No case has ended.</p>"
-    counts = collections.Counter(case.status for case in everything)
-    boxes = "".join(f"<div><dt>{shown_status(one)}</dt><dd>{count}</dd></div>" for one, count in counts.items())
     failed = [case for case in everything if case.status not in ("passed", "not run")]
+    rest = [case for case in everything if case not in failed]
+    counts = collections.Counter(case.status for case in (*failed, *rest))
+    boxes = "".join(f"<div><dt>{shown_status(one)}</dt><dd>{count}</dd></div>" for one, count in counts.items())
     groups = {"Did not pass": failed} if failed else {}
-    rest = by_part([case for case in everything if case not in failed])
+    groups |= {PARTS.get(part, part): some for part, some in by_part(rest).items()}
     body = ""
-    for title, group in (groups | {PARTS.get(part, part): some for part, some in rest.items()}).items():
+    for title, group in groups.items():
         heading = escape(title)
         lines = [f'<tr><th scope="rowgroup" colspan="3" class="text">{heading}</th></tr>', *map(_summary_line, group)]
         body += f"<tbody>{''.join(lines)}</tbody>"

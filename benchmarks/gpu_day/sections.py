@@ -97,15 +97,14 @@ def _loss_text(case: Case) -> str:
 
 
 def _kernels(group: Sequence[Case]) -> str:
-    """The errors of each kernel against its limit."""
+    """The errors of each kernel against its limit, those beyond it first."""
     lines = []
-    for case in group:
-        for row in case.rows:
-            ratio = kernel_ratio(row)
-            verdict = "not run" if ratio is None else "passed" if ratio <= 1 else "wrong"
-            errors = [scientific(row.get(one)) for one in ("output", "gradients", "limit")]
-            texts = [shown_status(verdict), escape(case.name), escape(row["label"])]
-            lines.append((texts, [*errors, "" if ratio is None else decimal(ratio, 2)]))
+    found = [(kernel_ratio(row), case, row) for case in group for row in case.rows]
+    for ratio, case, row in sorted(found, key=lambda one: one[0] is None or one[0] <= 1):
+        verdict = "not run" if ratio is None else "passed" if ratio <= 1 else "wrong"
+        errors = [scientific(row.get(one)) for one in ("output", "gradients", "limit")]
+        texts = [shown_status(verdict), escape(case.name), escape(row["label"])]
+        lines.append((texts, [*errors, "" if ratio is None else decimal(ratio, 2)]))
     return _table(("status", "case", "kernel", "output error", "gradients error", "limit", "error / limit"), lines)
 
 

@@ -206,6 +206,8 @@ def _rates(group: Sequence[Case], where: str) -> list[Claim]:
     """For each case the highest rate of each implementation."""
     found = []
     for case in _usable(group):
+        if "table" in case.result:
+            continue  # of a calibration, with rates of its own
         values: dict[str, list[float | None]] = {}
         for row in case.rows:
             for implementation, value in record(row.get("values")).items():

@@ -403,6 +403,7 @@ def test_compiled_programs(results):
 
 def test_the_table_of_a_calibration(results):
     results["cases"].append(case("rates", "rates: calibration", {"rows": [], "table": "[measured]\nmemory = 1"}))
+    assert not any("calibration" in one.text for one in claims(results))
     assert "<pre>[measured]\nmemory = 1</pre>" in page.page(results)
 
 
