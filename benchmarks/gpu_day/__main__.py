@@ -17,6 +17,7 @@ import argparse
 import datetime
 import os
 import pathlib
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ MINUTES = 25.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns 0 if every case passed or was not run, 1 otherwise."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit ends the cases' processes, as Ctrl-C does
     return exit_code(lambda: _command(arguments))
 
 
