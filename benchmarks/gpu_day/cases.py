@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 
@@ -16,19 +17,33 @@ EXACT = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 # differently, tokens may go to other experts.
 LIMITS = {"fp32": 2e-4, "tf32": 2e-3, "bf16": 2e-3, "fp16": 2e-3, "fp8": 5e-2, "experts": 5e-3}
 LLAMA = "--norm rmsnorm --activation swiglu --positions rotary --kv-heads 2 --no-tied-embeddings"
-# Options of experiments.gpt3 that change how a step is computed and not what.
+MODELS = {"documents": "--reset-attention-mask", "llama": LLAMA, "sliding window": f"{LLAMA} --sliding-window 32"}
+ATTENTIONS = ("xla", "pallas", "cudnn")  # values of --attention
+OPTIONAL = ("cudnn",)  # those that a machine may lack
+GROUPED = ("xla", "pallas")  # implementations of grouped matmuls
+# Layouts of one device, which change how a step is computed and not what.
 SAME_LOSSES = (
-    "--recompute none",
-    "--recompute full",
-    "--zero 3",
-    "--schedule 1f1b",
-    "--schedule gpipe",
-    "--schedule zb_h1",
-    "--microbatch-size 4",
-    "--offload-activations",
+    *("--recompute none", "--recompute full", "--zero 3", "--schedule 1f1b", "--schedule gpipe", "--schedule zb_h1"),
+    *("--microbatch-size 4", "--offload-activations"),
 )
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b:2", "looped_bfs:2", "zb_h1", "zb_h2", "zb_v:2")
 SCHEDULES += ("zb_1p_interleaved:2", "dualpipe_v:2")
+# On several devices, besides every schedule on every mesh: the experiment, its model, and fields of the layout.
+LAYOUTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+    *(("gpt3", "tiny", {"zero": level}) for level in (0, 1, 3)),
+    *(("gpt3", "tiny", {"pipe": 2, "zero": 3, "recompute": mode}) for mode in ("none", "selective", "full")),
+    ("gpt3", "tiny", {"context": 2}),
+    ("gpt3", "tiny", {"tensor": 2, "tensor_overlap": "ring"}),
+    *(("moe", "moe-tiny", {"expert": 2, "expert_dispatch": one}) for one in ("gather", "all_to_all")),
+    ("moe", "moe-tiny", {"pipe": 2, "expert": 2, "expert_dispatch": "all_to_all", "schedule": "zb_h1"}),
+)
+# With --tiny: a schedule of each kind, and ZeRO.
+TINY_LAYOUTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+    ("gpt3", "tiny", {"pipe": 2, "schedule": "1f1b"}),
+    ("gpt3", "tiny", {"pipe": 2, "tensor": 2, "chunks": 2, "schedule": "zb_v"}),
+    ("gpt3", "tiny", {"zero": 3}),
+    ("moe", "moe-tiny", {"expert": 2, "expert_dispatch": "all_to_all"}),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +52,13 @@ class Case:
 
     Attributes:
       name: unique.
-      part: losses, kernels, generation, checkpoint, rates or steps (see `page`).
+      part: losses, kernels, generation, checkpoint, rates, steps or compiled (see `page`).
       function: its full name; it returns the case's result.
       arguments: of the function, plain values.
       environment: variables of the process, besides its parent's.
       deadline: seconds after which the process is killed, and the case has hung.
       alone: whether it is timed, and so runs without other cases beside it.
+      one_device: whether its process sees one of the devices only.
     """
 
     name: str
@@ -52,103 +68,103 @@ class Case:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     deadline: float = 120.0
     alone: bool = False
+    one_device: bool = False
 
 
 def cases(gpus: int, tiny: bool) -> list[Case]:
-    """All cases for this number of devices; `tiny`: of sizes that CPU devices run in a few minutes."""
-    return [*_losses(gpus, tiny), *_programs(), *_kernels(tiny), *_steps(tiny), *_rates(tiny), *_peers(tiny)]
+    """All cases for this number of devices; `tiny`: fewer, of sizes that CPU devices run in a few minutes."""
+    return [*_losses(tiny), *_layouts(gpus, tiny), *_programs(tiny), *_timed(tiny)]
 
 
-def _losses(gpus: int, tiny: bool) -> Iterator[Case]:
-    """Runs of the experiments' commands: their losses must be those of one CPU device."""
-    one = "--data 1 --pipe 1 --tensor 1"
-    yield _loss_case("gpt fp32", "gpt3", "fp32", one, exact=True)
-    yield _loss_case("gpt tf32, the default of JAX for fp32", "gpt3", "fp32", one, limit="tf32")
-    for precision, attention in itertools.product(("bf16", "fp16"), ("xla", "pallas", "cudnn")):
-        options = f"{one} --attention {attention}"
-        yield _loss_case(f"gpt {precision} {attention}", "gpt3", precision, options, may_lack=attention == "cudnn")
-    if not tiny:
-        for options in SAME_LOSSES:
-            yield _loss_case(f"gpt fp32 {options}", "gpt3", "fp32", f"{one} {options}", exact=True)
-        yield _loss_case("gpt bf16, matmuls in fp8", "gpt3", "bf16", f"{one} --matmul-dtype fp8", limit="fp8")
-    same = {
-        "documents": "--reset-attention-mask",
-        "llama": LLAMA,
-        "sliding window": f"{LLAMA} --sliding-window 32",
-    }
-    for name, options in same.items():
-        yield _loss_case(f"{name} fp32", "gpt3", "fp32", one, options, exact=True)
-        yield _loss_case(f"{name} bf16", "gpt3", "bf16", one, options)
+def _losses(tiny: bool) -> Iterator[Case]:
+    """Runs of the experiments' commands on one device: their losses must be those of one CPU device."""
+    yield _loss_case("gpt fp32", "gpt3", "fp32", exact=True)
+    for precision, attention in itertools.product(("bf16",) if tiny else ("bf16", "fp16"), ATTENTIONS):
+        name, may_lack = f"gpt {precision} {attention}", attention in OPTIONAL
+        yield _loss_case(name, "gpt3", precision, f"--attention {attention}", may_lack=may_lack)
     for name in ("moe", "bert"):
-        yield _loss_case(f"{name} fp32", name, "fp32", one, exact=True)
-        yield _loss_case(f"{name} bf16", name, "bf16", one, limit="experts" if name == "moe" else None)
-    for mesh, schedule in itertools.product(_meshes(gpus), SCHEDULES):
-        name, _, chunks = schedule.partition(":")
-        sizes = dict(zip(("data", "pipe", "tensor"), mesh, strict=True)) | {"chunks": int(chunks or 1)}
-        if _legal(ParallelConfig(**sizes, schedule=name, microbatch_size=2)):
-            options = " ".join(f"--{field} {size}" for field, size in sizes.items()) + f" --schedule {name}"
+        yield _loss_case(f"{name} fp32", name, "fp32", exact=True)
+        if not tiny:
+            yield _loss_case(f"{name} bf16", name, "bf16", limit="experts" if name == "moe" else None)
+    for name, options in MODELS.items():
+        yield _loss_case(f"{name} fp32", "gpt3", "fp32", "", options, exact=True)
+        if not tiny:
+            yield _loss_case(f"{name} bf16", "gpt3", "bf16", "", options)
+    if not tiny:
+        yield _loss_case("gpt tf32, the default of JAX for fp32", "gpt3", "fp32", limit="tf32")
+        for options in SAME_LOSSES:
             yield _loss_case(f"gpt fp32 {options}", "gpt3", "fp32", options, exact=True)
+        yield _loss_case("gpt bf16, matmuls in fp8", "gpt3", "bf16", "--matmul-dtype fp8", limit="fp8")
 
 
-def _meshes(gpus: int) -> list[tuple[int, int, int]]:
-    """(data, pipe, tensor) of all GPUs, with a pipeline."""
+def _layouts(gpus: int, tiny: bool) -> Iterator[Case]:
+    """The same on all devices, if there are several."""
+    every = [("gpt3", "tiny", {**mesh, **_schedule(one)}) for mesh, one in itertools.product(_meshes(gpus), SCHEDULES)]
+    for experiment, model, fields in TINY_LAYOUTS if tiny else [*every, *LAYOUTS]:
+        shared = fields.get("pipe", 1) * fields.get("tensor", 1) * fields.get("context", 1)
+        layout = {"data": gpus // shared, "pipe": 1, "tensor": 1} | dict(fields)
+        if gpus > 1 and gpus % shared == 0 and _legal(preset(model), ParallelConfig(**layout, microbatch_size=2)):
+            words = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in layout.items())
+            name = f"{'gpt' if experiment == 'gpt3' else experiment} fp32 {words}"
+            yield dataclasses.replace(_loss_case(name, experiment, "fp32", words, exact=True), one_device=False)
+
+
+def _meshes(gpus: int) -> list[dict[str, int]]:
+    """Meshes of all GPUs with a pipeline."""
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
-    return [(gpus // p // t, p, t) for p in sizes for t in sizes if p > 1 and p * t in sizes and p <= 4 and t <= 4]
+    pairs = [(p, t) for p in sizes for t in sizes if p > 1 and p * t in sizes and p <= 4 and t <= 4]
+    return [{"pipe": p, "tensor": t} for p, t in pairs]
 
 
-def _legal(parallel: ParallelConfig) -> bool:
-    """Whether the tiny model can run so."""
+def _schedule(words: str) -> dict[str, Any]:
+    name, _, chunks = words.partition(":")
+    return {"chunks": int(chunks or 1), "schedule": name}
+
+
+def _legal(model: Any, parallel: ParallelConfig) -> bool:
+    """Whether the small model can run so."""
     try:
-        RunConfig(preset("tiny"), parallel, TrainConfig(global_batch_size=16)).validate()
+        RunConfig(model, parallel, TrainConfig(global_batch_size=16)).validate()
     except ConfigError:
         return False
     return True
 
 
-def _loss_case(name, experiment, precision, layout, model="", *, exact=False, limit=None, may_lack=False) -> Case:
-    """A run of an experiment, and the same model on one CPU device, in the same precision."""
+def _loss_case(name, experiment, precision, layout="", model="", *, exact=False, limit=None, may_lack=False) -> Case:
+    """A run of an experiment on one device, and the same model on one CPU device, in the same precision."""
     arguments = {
         "experiment": experiment,
         "model": f"--precision {precision} {model}".split(),
-        "layout": layout.split(),
+        "layout": (layout if "--pipe" in layout else f"--data 1 --pipe 1 --tensor 1 {layout}").split(),
         "steps": STEPS,
         "may_lack": may_lack,
         "limit": LIMITS[limit or precision],
     }
-    return Case(f"losses: {name}", "losses", f"{HERE}.losses.compare", arguments, EXACT if exact else {})
+    environment = EXACT if exact else {}
+    return Case(f"losses: {name}", "losses", f"{HERE}.losses.compare", arguments, environment, one_device=True)
 
 
-def _programs() -> Iterator[Case]:
-    """Generation, and a checkpoint that a CPU wrote."""
-    yield Case("generation: greedy texts", "generation", f"{HERE}.losses.generation", {}, EXACT)
-    yield Case("checkpoint: from a CPU, resumed", "checkpoint", f"{HERE}.losses.checkpoint", {}, EXACT)
-
-
-def _kernels(tiny: bool) -> Iterator[Case]:
-    """Each kernel against numpy in fp64."""
-    kinds = {"attention": ("attention", "cudnn", "pallas", "xla"), "grouped": ("grouped matmul", "pallas", "xla")}
-    for function, (title, *names) in kinds.items():
+def _programs(tiny: bool) -> Iterator[Case]:
+    """Generation, a checkpoint that a CPU wrote, and each kernel against numpy in fp64."""
+    for part, title in {"generation": "greedy texts", "checkpoint": "from a CPU, resumed"}.items():
+        yield Case(f"{part}: {title}", part, f"{HERE}.losses.{part}", {}, EXACT, one_device=True)
+    for function, title, names in (("attention", "attention", ATTENTIONS), ("grouped", "grouped matmul", GROUPED)):
         for name in names:
-            arguments = {"name": name, "tiny": tiny}
-            yield Case(f"kernels: {title} {name}", "kernels", f"{HERE}.kernels.{function}", arguments, EXACT)
+            call, arguments = f"{HERE}.kernels.{function}", {"name": name, "tiny": tiny}
+            yield Case(f"kernels: {title} {name}", "kernels", call, arguments, EXACT, one_device=True)
 
 
-def _rates(tiny: bool) -> Iterator[Case]:
-    """Rates of matmuls, attention, grouped matmuls and memory, and of links if there are several GPUs."""
-    for name in ("matmul", "attention", "grouped", "bandwidth"):
-        yield Case(f"rates: {name}", "rates", f"{HERE}.rates.{name}", {"tiny": tiny}, deadline=100, alone=True)
+def _timed(tiny: bool) -> Iterator[Case]:
+    """Training steps measured and predicted; rates of kernels, memory and links; the same steps of other programs."""
 
+    def case(part: str, title: str, function: str, deadline: float, **arguments) -> Case:
+        return Case(f"{part}: {title}", part, f"{HERE}.{part}.{function}", arguments, deadline=deadline, alone=True)
 
-def _steps(tiny: bool) -> Iterator[Case]:
-    """Training steps, measured and predicted."""
     for name in ("tiny",) if tiny else ("h4096", "llama3-8b", "mixtral", "gpt2-xl"):
-        yield Case(f"steps: {name}", "steps", f"{HERE}.steps.megajax", {"name": name}, deadline=150, alone=True)
-
-
-def _peers(tiny: bool) -> Iterator[Case]:
-    """The steps of other programs, of the same models."""
+        yield case("steps", name, "megajax", 150, name=name)
+    for name in ("matmul", "attention", "grouped", "bandwidth"):
+        yield case("rates", name, name, 100, tiny=tiny)
     for name in ("tiny",) if tiny else ("h4096", "gpt2-xl"):
-        yield Case(
-            f"steps: {name}, plain JAX", "steps", f"{HERE}.steps.plain", {"name": name}, deadline=100, alone=True
-        )
-        yield Case(f"steps: {name}, PyTorch", "steps", f"{HERE}.steps.torch", {"name": name}, deadline=150, alone=True)
+        yield case("steps", f"{name}, plain JAX", "plain", 100, name=name)
+        yield case("steps", f"{name}, PyTorch", "torch", 150, name=name)
+    yield case("rates", "calibration", "calibration", 300, tiny=tiny)

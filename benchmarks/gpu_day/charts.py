@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from benchmarks.gpu_day.values import decimal, positive, scientific
+from benchmarks.gpu_day.values import Case, decimal, positive, scientific
 from megajax.schedules.pictures import COLOURS
 
 WIDTH, HEIGHT = 420, 190  # of a chart of losses
@@ -20,85 +20,64 @@ MEASURED, PREDICTED = COLOURS[0], COLOURS[5]
 
 
 class Bar(NamedTuple):
-    """A bar with its name and its value as text; a value of None has no bar."""
+    """The bars of a line, one above the other: (length, colour) each; None has no bar. `text` has the values."""
 
     name: str
-    value: float | None
-    text: str
-    colour: str
-
-
-class Dot(NamedTuple):
-    """A case of the strip: its difference relative to its limit, and both as text."""
-
-    name: str
-    ratio: float
+    values: Sequence[tuple[float | None, str]]
     text: str
 
 
-def bars(groups: Sequence[tuple[str, Sequence[Bar]]], label: str) -> str:
-    """Horizontal bars on one scale, in groups with a heading; "" without values.
+def bars(groups: Sequence[tuple[str, Sequence[Bar]]], label: str, one_scale: bool = True) -> str:
+    """Horizontal bars in groups with a heading; "" without values.
 
     Args:
       groups: (heading, bars) of each.
       label: what the bars are, for screen readers.
+      one_scale: for all groups; otherwise each has its own, and is left out without values.
     """
-    whole = max((bar.value or 0 for _, group in groups for bar in group), default=0)
-    if not whole:
-        return ""
+    longest = [max((value or 0 for bar in group for value, _ in bar.values), default=0) for _, group in groups]
     lines = []
-    for heading, group in groups:
-        lines.append(f'<b class="head">{escape(heading)}</b>')
-        for bar in group:
-            rect = f'<rect width="{_percent(bar.value or 0, whole)}" height="100%" fill="{bar.colour}"></rect>'
-            lines.append(_line(bar.name, f'<svg class="bar">{rect}</svg>', bar.text))
-    return _rows(lines, label)
-
-
-def pairs(groups: Sequence[tuple[str, Sequence[tuple[str, float | None, float | None]]]], label: str) -> str:
-    """Pairs of bars, measured above predicted, on one scale for each group; "" without values.
-
-    Args:
-      groups: (heading, [(name, measured, predicted)]) of each.
-      label: what the bars are, for screen readers.
-    """
-    lines = []
-    for heading, group in groups:
-        whole = max((value or 0 for _, *several in group for value in several), default=0)
-        if not whole:
-            continue
-        lines.append(f'<b class="head">{escape(heading)}</b>')
-        for name, *values in group:
-            rects = "".join(
-                f'<rect y="{50 * index}%" width="{_percent(value or 0, whole)}" height="46%" fill="{colour}"></rect>'
-                for index, (value, colour) in enumerate(zip(values, (MEASURED, PREDICTED), strict=True))
-            )
-            text = " / ".join("–" if value is None else decimal(value) for value in values)
-            lines.append(_line(name, f'<svg class="bar pair">{rects}</svg>', text))
+    for (heading, group), own in zip(groups, longest, strict=True):
+        if whole := max(longest) if one_scale else own:
+            lines.append(f'<b class="head">{escape(heading)}</b>')
+            lines += [_line(bar.name, _bar(bar.values, whole), bar.text) for bar in group]
     return _rows(lines, label) if lines else ""
 
 
-def strip(dots: Sequence[Dot], label: str) -> str:
-    """A dot for each case on a logarithmic axis, on which 1 is the limit; "" without cases.
+def _bar(values: Sequence[tuple[float | None, str]], whole: float) -> str:
+    """One bar, or two of a pair."""
+    is_pair = len(values) > 1
+    places = ('y="0%" ', 'y="50%" ') if is_pair else ("",)
+    rects = "".join(
+        f'<rect {place}width="{100 * (value or 0) / whole:.2f}%" height="{46 if is_pair else 100}%" fill="{colour}"></rect>'
+        for place, (value, colour) in zip(places, values, strict=True)
+    )
+    return f'<svg class="bar{" pair" if is_pair else ""}">{rects}</svg>'
+
+
+def strip(cases: Sequence[Case]) -> str:
+    """The differences of cases relative to their limits: dots on a logarithmic axis; "" without any.
 
     A diamond is beyond its limit. A ratio of 0 is drawn at the left end, one that is infinite at the right end.
     """
-    if not dots:
+    compared = [one for one in cases if one.ratio is not None]
+    if not compared:
         return ""
-    logs = [math.log10(one.ratio) for one in dots if positive(one.ratio)]
+    logs = [math.log10(one.ratio) for one in compared if positive(one.ratio)]
     low = max(LEAST_DECADE, min([math.floor(one) for one in logs] + [-1]))
     high = min(MOST_DECADE, max([math.ceil(one) for one in logs] + [1]))
     place = lambda decade: f"{3 + 94 * (min(max(decade, low), high) - low) / (high - low):.2f}%"  # noqa: E731
     limit = f'<line class="limit" x1="{place(0)}" x2="{place(0)}" y1="0" y2="100%"></line>'
     lines = []
-    for one in dots:
+    for one in compared:
         where = place(math.log10(one.ratio) if positive(one.ratio) else high if one.ratio else low)
         mark = (
             f'<svg x="{where}" y="8" overflow="visible"><path d="M0-7L7 0L0 7L-7 0z" fill="{COLOURS[1]}"></path></svg>'
             if one.ratio > 1
             else f'<circle cx="{where}" cy="8" r="5" fill="{COLOURS[2]}"></circle>'
         )
-        lines.append(_line(one.name, f'<svg class="strip">{limit}{mark}</svg>', one.text))
+        text = " / ".join(scientific(one.result[key]) for key in ("difference", "limit"))
+        lines.append(_line(one.name, f'<svg class="strip">{limit}{mark}</svg>', text))
     stride = math.ceil((high - low) / 4)
     decades = [decade for decade in range(low, high + 1) if decade % stride == 0]
     words = {decade: scientific(10.0**decade) if decade else "limit" for decade in decades}
@@ -106,7 +85,7 @@ def strip(dots: Sequence[Dot], label: str) -> str:
         f'<text x="{place(decade)}" y="12" text-anchor="middle">{word}</text>' for decade, word in words.items()
     )
     lines.append(_line("difference / limit", f'<svg class="axis">{ticks}</svg>', ""))
-    return _rows(lines, label)
+    return _rows(lines, "differences relative to their limits")
 
 
 def loss_chart(losses: Sequence[float], reference: Sequence[float], label: str) -> str:
@@ -159,7 +138,3 @@ def _rows(lines: Sequence[str], label: str) -> str:
 
 def _line(name: str, drawn: str, text: str) -> str:
     return f'<span class="name">{escape(name)}</span>{drawn}<span class="value">{escape(text)}</span>'
-
-
-def _percent(value: float, whole: float) -> str:
-    return f"{100 * value / whole:.2f}%"

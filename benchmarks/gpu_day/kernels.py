@@ -4,8 +4,9 @@ import itertools
 
 import numpy as np
 
-from benchmarks.gpu_day.devices import start
-from benchmarks.gpu_day.outcomes import NotAvailable, Wrong
+from benchmarks.gpu_day.implementations import GROUPED, attention_kernel
+from benchmarks.gpu_day.outcomes import Wrong
+from benchmarks.gpu_day.programs import Programs, compiled
 
 # Of the largest element of each array.
 LIMITS = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
@@ -27,31 +28,25 @@ SIZES = {"even": (375,) * 4, "uneven": (10, 640, 0, 850), "rows of no group": (0
 
 
 def attention(name: str, tiny: bool) -> dict:
-    """The attention kernel `name`: output and gradients by shape, mask and dtype."""
+    """The kernel of a value of --attention: output and gradients by shape, mask and dtype."""
     import jax.numpy as jnp
 
-    device = start()
-    from megajax.ops.attention import CUDNN, INTERPRETED, PALLAS, XLA
-    from megajax.ops.attention_choice import cudnn_installed
-
-    on_gpu = device.platform == "gpu"
-    if name == "cudnn" and not (on_gpu and cudnn_installed()):
-        raise NotAvailable("cuDNN is not installed" if on_gpu else "cuDNN's kernels need an NVIDIA GPU")
-    kernel = {"cudnn": CUDNN, "pallas": PALLAS if on_gpu else INTERPRETED, "xla": XLA}[name]
+    programs = Programs()
+    kernel, fused = attention_kernel(name, programs.on_gpu), programs.on_gpu and name != "xla"
     length = TINY_LENGTH if tiny else LENGTH
     rows = []
     for dtype, shape in itertools.product((jnp.bfloat16, jnp.float16, jnp.float32), SHAPES[::3] if tiny else SHAPES):
         size, groups, causal, mask = shape
-        if on_gpu and name == "pallas" and dtype == jnp.float32:
-            continue  # fused attention runs in 16 bits only
-        if name == "cudnn" and (dtype == jnp.float32 or mask):
-            continue
+        if fused and (dtype == jnp.float32 or (name == "cudnn" and mask)):
+            continue  # fused kernels compute in 16 bits, and cuDNN's has no such mask
         arrays, first = _attention_inputs(length, size, groups, mask, dtype)
-        found, expected = _attention_of(kernel, arrays, causal, first), attention_in_numpy(*arrays, causal, first)
-        errors = [_error(x, y) for x, y in zip(found, expected, strict=True)]
         text = f"{jnp.dtype(dtype).name}, heads of {size}, {groups} of 4 for keys, {mask or ('causal' if causal else 'all')}"
-        rows.append(_row(f"{name}: {text}", max(errors[:2]), max(errors[2:]), dtype))
-    return _checked(rows)
+        found = programs.call(f"{name}: {text}", _attention_of(kernel, causal), *arrays, first)
+        if found is not None:
+            expected = attention_in_numpy(*arrays, causal, first)
+            errors = [_error(np.float64(x), y) for x, y in zip(found, expected, strict=True)]
+            rows.append(_row(f"{name}: {text}", max(errors[:2]), max(errors[2:]), dtype))
+    return _checked(rows) if programs.rows is None else compiled(programs.rows)
 
 
 def _attention_inputs(length, size, groups, mask, dtype):
@@ -71,15 +66,14 @@ def _attention_inputs(length, size, groups, mask, dtype):
     return arrays, None if first is None else first.astype(np.int32)
 
 
-def _attention_of(kernel, arrays, causal, first):
-    """Output, statistics, and gradients of queries, keys and values, in fp64."""
-    import jax
+def _attention_of(kernel, causal: bool):
+    """(queries, keys, values, gradient of the output, first) -> output, statistics, and gradients of the first three."""
 
     def both(query, key, value, gradient, first):
         output, statistics = kernel.forward(query, key, value, causal, first)
         return output, statistics, *kernel.backward(query, key, value, output, statistics, gradient, causal, first)
 
-    return [np.float64(x) for x in jax.jit(both)(*arrays, first)]
+    return both
 
 
 def attention_in_numpy(query, key, value, gradient, causal, first):
@@ -108,29 +102,27 @@ def attention_in_numpy(query, key, value, gradient, causal, first):
 
 def grouped(name: str, tiny: bool) -> dict:
     """The grouped matmul `name` of experts: products, products with the transposed, and the kernels' gradient."""
-    import jax
     import jax.numpy as jnp
 
-    device = start()
-    from megajax.ops.grouped_matmul import INTERPRETED, PALLAS, XLA
+    programs = Programs()
+    kernel = GROUPED[name](programs.on_gpu)
 
-    kernel = {"pallas": PALLAS if device.platform == "gpu" else INTERPRETED, "xla": XLA}[name]
-
-    @jax.jit
     def by_kernel(rows, kernels, slopes, sizes):
         products = kernel.product(rows, kernels, sizes), kernel.product(slopes, kernels, sizes, transposed=True)
         return *products, kernel.gradient(rows, slopes, sizes)
 
     rows, draw = [], np.random.default_rng(0)
     for dtype, (text, sizes) in itertools.product((jnp.bfloat16, jnp.float16, jnp.float32), SIZES.items()):
-        if tiny and text != "uneven":
+        if text != "uneven" and (tiny or programs.rows is not None):  # other sizes are the same program
             continue
         shapes = (ROWS, INTO), (len(sizes), INTO, OUT), (ROWS, OUT)
         arrays = [np.asarray(jnp.asarray(draw.normal(size=shape), dtype)) for shape in shapes]
-        found = by_kernel(*arrays, np.array(sizes, np.int32))
-        errors = [_error(np.float64(x), y) for x, y in zip(found, grouped_in_numpy(*arrays, sizes), strict=True)]
-        rows.append(_row(f"{name}: {jnp.dtype(dtype).name}, {text}", max(errors[:2]), errors[2], dtype))
-    return _checked(rows)
+        label = f"{name}: {jnp.dtype(dtype).name}, {text}"
+        found = programs.call(label, by_kernel, *arrays, np.array(sizes, np.int32))
+        if found is not None:
+            errors = [_error(np.float64(x), y) for x, y in zip(found, grouped_in_numpy(*arrays, sizes), strict=True)]
+            rows.append(_row(label, max(errors[:2]), errors[2], dtype))
+    return _checked(rows) if programs.rows is None else compiled(programs.rows)
 
 
 def grouped_in_numpy(rows, kernels, slopes, sizes):

@@ -13,12 +13,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from benchmarks.gpu_day.outcomes import NotAvailable, Wrong
+from benchmarks.gpu_day.outcomes import DEVICES, NotAvailable, Wrong
 from megajax.train.sinks import read_steps
 
 FOLDER = "MEGAJAX_GPU_DAY"  # a folder for the losses of CPU devices, which many cases are compared with
-# Instead of the machine's devices, for the test of this benchmark on CPU devices.
-DEVICES = "MEGAJAX_GPU_DAY_DEVICES"
 CPU = ("--devices", "cpu:1", "--data", "1", "--pipe", "1", "--tensor", "1", "--attention", "xla")
 QUIET = ("--new-tokens", "0", "--validation-batches", "0", "--log-every", "1")
 BATCH = ("--global-batch-size", "16")

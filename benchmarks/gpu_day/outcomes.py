@@ -1,6 +1,16 @@
-"""How a case's function says that something is wrong, slow, or not available; any other exception is an error."""
+"""How a case's function says that something is wrong, slow, or not available; any other exception is an error.
+
+And the variables by which the cases' processes are told where to run.
+"""
 
 from typing import Any
+
+# Instead of the machine's devices, as of --devices.
+DEVICES = "MEGAJAX_GPU_DAY_DEVICES"
+# CUDA's numbers of this machine's GPUs, of which a case of one device gets one.
+GPUS = "MEGAJAX_GPU_DAY_GPUS"
+# NAME:COUNT of GPUs that cases are compiled for; nothing is run.
+TARGET = "MEGAJAX_GPU_DAY_TARGET"
 
 
 class NotAvailable(Exception):
@@ -22,3 +32,9 @@ class Slow(Wrong):
     """A step took much longer than predicted."""
 
     status = "slow"
+
+
+class Refused(Wrong):
+    """The compiler refuses a program."""
+
+    status = "error"

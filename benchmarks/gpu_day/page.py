@@ -6,17 +6,19 @@ It imports no jax, so that the page is also written where jax does not start.
 import collections
 import os
 import pathlib
+from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from benchmarks.gpu_day.sections import part_section, shown_status
 from benchmarks.gpu_day.style import STYLE
-from benchmarks.gpu_day.values import Record, cases, decimal, device, name, number, parts, record, status
+from benchmarks.gpu_day.values import COMPILER, PARTS, Case, Record, by_part, cases, decimal, device, number, record
 from benchmarks.gpu_day.verdict import claims
 from megajax.config.toml import save_config
 
-VERDICT = {
-    True: ("holds", "✓", "May be claimed"),
+VERDICT = {  # what fails comes first
     False: ("fails", "✗", "May not be claimed"),
+    True: ("holds", "✓", "May be claimed"),
     None: ("unknown", "–", "Not measured"),
 }
 
@@ -36,15 +38,17 @@ def page(results: Record) -> str:
     Args:
       results: gpu_day.json, of which any part may be missing or null.
     """
-    title = f"GPU day: {_title(results)}"
+    count = number(record(results.get("device")).get("count"))
+    title = f"GPU day: {'' if count is None else f'{count:.0f} × '}{device(results)}"
+    everything = cases(results)
     sections = [
         _section("verdict", "Verdict", _verdict(results)),
-        _section("cases", "All cases", _summary(results)),
+        _section("cases", "All cases", _summary(everything)),
         *(
-            _section(part, heading, part_section(part, cases(results, part)))
-            for part, heading in parts(results).items()
+            _section(part, PARTS.get(part, part), part_section(part, some))
+            for part, some in by_part(everything).items()
         ),
-        _section("commands", "Commands", _commands(results)),
+        _section("commands", "Commands", _commands(results.get("command"), everything)),
     ]
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -68,29 +72,21 @@ def _section(identity: str, heading: str, content: str) -> str:
     return f'<section id="{escape(identity)}">\n<h2>{escape(heading)}</h2>\n{content}\n</section>\n'
 
 
-def _title(results: Record) -> str:
-    count = number(record(results.get("device")).get("count"))
-    return device(results) if count is None else f"{count:.0f} × {device(results)}"
-
-
 def _header(results: Record) -> str:
     """The device, the versions, and a note where the device is no GPU."""
     machine = record(results.get("device"))
-    runtime = machine.get("runtime")
-    details = {
-        "started": results.get("started"),
-        "platform": machine.get("platform"),
-        "runtime": ", ".join(map(str, runtime)) if isinstance(runtime, list) else runtime,
-        "processor": machine.get("processor"),
-        "cores": machine.get("cores"),
-    }
-    versions = {str(package): version for package, version in record(results.get("versions")).items()}
+    details = {"started": results.get("started")}
+    details |= {key: machine.get(key) for key in ("platform", "runtime", "processor", "cores")}
+    if isinstance(details["runtime"], list):
+        details["runtime"] = ", ".join(map(str, details["runtime"]))
     lines = [
         ", ".join(f"{label} {value}" for label, value in several.items() if value not in (None, ""))
-        for several in (details, versions)
+        for several in (details, record(results.get("versions")))
     ]
     text = "".join(f'<p class="soft">{escape(line)}</p>' for line in lines if line)
-    if (platform := machine.get("platform")) not in (None, "gpu", "cuda", "rocm"):
+    if (platform := machine.get("platform")) == COMPILER:
+        text += '<p class="note">The programs were compiled on a machine without this GPU: nothing was run.</p>'
+    elif platform not in (None, "gpu", "cuda", "rocm"):
         text += f'<p class="note">This ran on {escape(str(platform))}: it supports no claim about GPUs.</p>'
     return text
 
@@ -107,34 +103,39 @@ def _verdict(results: Record) -> str:
     return "".join(lists)
 
 
-def _summary(results: Record) -> str:
+def _summary(everything: Sequence[Case]) -> str:
     """How many cases have each status, and a table of all by part."""
-    everything = cases(results)
     if not everything:
         return "<p>No case has ended.</p>"
-    counts = collections.Counter(map(status, everything))
-    facts = "".join(f"<div><dt>{shown_status(one)}</dt><dd>{count}</dd></div>" for one, count in counts.items())
-    bodies = []
-    for part, heading in parts(results).items():
-        lines = [f'<tr><th scope="rowgroup" colspan="3" class="text">{escape(heading)}</th></tr>']
-        for case in cases(results, part):
-            reason = f'<div class="soft">{escape(str(case["reason"]))}</div>' if case.get("reason") else ""
-            lines.append(
-                f'<tr><td class="text">{shown_status(status(case))}</td>'
-                f'<td class="text wrap">{escape(name(case))}{reason}</td><td>{decimal(case.get("seconds"))}</td></tr>'
-            )
-        bodies.append(f"<tbody>{''.join(lines)}</tbody>")
+    failed = [case for case in everything if case.status not in ("passed", "not run")]
+    rest = [case for case in everything if case not in failed]
+    counts = collections.Counter(case.status for case in (*failed, *rest))
+    boxes = "".join(f"<div><dt>{shown_status(one)}</dt><dd>{count}</dd></div>" for one, count in counts.items())
+    groups = {"Did not pass": failed} if failed else {}
+    groups |= {PARTS.get(part, part): some for part, some in by_part(rest).items()}
+    body = ""
+    for title, group in groups.items():
+        heading = escape(title)
+        lines = [f'<tr><th scope="rowgroup" colspan="3" class="text">{heading}</th></tr>', *map(_summary_line, group)]
+        body += f"<tbody>{''.join(lines)}</tbody>"
     head = '<tr><th class="text">status</th><th class="text">case, reason</th><th>seconds</th></tr>'
-    return f'<dl class="facts">{facts}</dl><table class="full"><thead>{head}</thead>{"".join(bodies)}</table>'
+    return f'<dl class="facts">{boxes}</dl><table class="full"><thead>{head}</thead>{body}</table>'
 
 
-def _commands(results: Record) -> str:
+def _summary_line(case: Case) -> str:
+    reason = f'<div class="soft">{escape(case.reason)}</div>' if case.reason else ""
+    return (
+        f'<tr><td class="text">{shown_status(case.status)}</td>'
+        f'<td class="text wrap">{escape(case.name)}{reason}</td><td>{decimal(case.seconds)}</td></tr>'
+    )
+
+
+def _commands(whole: Any, everything: Sequence[Case]) -> str:
     """The command of the whole, and those of each case and its reference."""
-    found = [("All cases", results.get("command"))]
-    for case in cases(results):
-        result = record(case.get("result"))
-        found.append((name(case), result.get("command")))
-        found.append((f"{name(case)}, reference", result.get("reference_command")))
+    found = [("All cases", whole)]
+    for case in everything:
+        found.append((case.name, case.result.get("command")))
+        found.append((f"{case.name}, reference", case.result.get("reference_command")))
     items = "".join(
         f'<p class="soft">{escape(label)}:</p><pre class="command"><code>{escape(str(command))}</code></pre>'
         for label, command in found

@@ -15,12 +15,13 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.gpu_day.cases import Case
-from benchmarks.gpu_day.outcomes import NotAvailable, Wrong
+from benchmarks.gpu_day.outcomes import DEVICES, GPUS, NotAvailable, Wrong
 from megajax.config.toml import save_config
 
 CHILD = "import sys; from benchmarks.gpu_day.runner import run_in_child as run; run(*sys.argv[1:])"
@@ -28,6 +29,7 @@ OVER = "the time of the whole was over: start the command again, which continues
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # what a case has printed when it crashes or is killed is kept
 # Small models share a GPU: none takes its memory ahead, as a run alone does.
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Store:
@@ -103,7 +105,7 @@ def run_case(
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "answer.json")
         command = [sys.executable, "-c", CHILD, str(path), case.function, json.dumps(case.arguments)]
-        environment = os.environ | UNBUFFERED | ({} if case.alone else SHARED) | case.environment
+        environment = os.environ | UNBUFFERED | ({} if case.alone else SHARED) | _devices(case) | case.environment
         with open(pathlib.Path(folder, "log"), "w+") as log:
             # In a session of its own, so that its children are killed with it.
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -121,6 +123,17 @@ def run_case(
         logs.mkdir(exist_ok=True)
         (logs / f"{re.sub(r'[^a-z0-9]+', '_', case.name.lower())}.log").write_text(text)
     return answer | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def _devices(case: Case) -> dict[str, str]:
+    """The variables by which the process of a case of one device sees no other; cases are spread over the GPUs."""
+    devices = os.environ.get(DEVICES, "")
+    if not case.one_device:
+        return {}
+    if devices.startswith("cpu"):
+        return {DEVICES: "cpu:1"}
+    gpus = os.environ.get(GPUS, "0").split(",")
+    return {VISIBLE: gpus[zlib.crc32(case.name.encode()) % len(gpus)]}
 
 
 def _result(process: subprocess.Popen, path: pathlib.Path, deadline: float, ends: float) -> dict[str, Any]:

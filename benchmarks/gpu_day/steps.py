@@ -7,11 +7,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu_day.devices import start
 from benchmarks.gpu_day.outcomes import NotAvailable, Slow
+from benchmarks.gpu_day.programs import Programs
 from benchmarks.gpu_day.values import is_slow
 from benchmarks.mfu_cases import batch_of
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
@@ -49,7 +49,7 @@ def megajax(name: str) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    device = start()
+    device = Programs().device
     from megajax.estimate.gpus import gpu_of
     from megajax.estimate.program_account import account_arguments, account_of
     from megajax.estimate.roofline import seconds_by_name
@@ -72,9 +72,8 @@ def megajax(name: str) -> dict[str, Any]:
     predicted = account_of(run, gpu, text) if device.platform == "gpu" else None
     by_class, kernels = None, []
     if predicted and profiled:
-        kinds = _kinds(text)
-        by_class = _by_class(profiled, kinds, predicted)
-        kernels = _slow_kernels(profiled, kinds, seconds_by_name(text, *account_arguments(run, gpu)))
+        kernels = _kernels(profiled, _kinds(text), seconds_by_name(text, *account_arguments(run, gpu)))
+        by_class = _by_class(kernels, predicted.account.seconds)
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     sizes = (getattr(analysis, f"{part}_size_in_bytes") for part in ("argument", "output", "temp"))
     row = _row(run, "megajax", rounds, device) | {
@@ -83,8 +82,14 @@ def megajax(name: str) -> dict[str, Any]:
         "peak_gigabytes": peak and peak / 1e9,
         "predicted_peak_gigabytes": (sum(sizes) - analysis.alias_size_in_bytes) / 1e9,
         "by_class": by_class,
-        "slow_kernels": kernels,
+        # Those that lose most against their prediction.
+        "slow_kernels": sorted(kernels, key=lambda one: one["predicted"] - one["measured"])[:LISTED],
     }
+    return checked(row)
+
+
+def checked(row: dict[str, Any]) -> dict[str, Any]:
+    """The result with a row; raises Slow if it took much longer than predicted."""
     if is_slow(row):
         ratio = row["milliseconds"] / row["predicted_milliseconds"]
         raise Slow(f"a step takes {ratio:.1f} times what its compiled program predicts", {"rows": [row]})
@@ -96,7 +101,7 @@ def plain(name: str) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    device = start()
+    device = Programs().device
     if device.platform != "gpu":
         raise NotAvailable("the step in plain JAX uses cuDNN's attention, which needs an NVIDIA GPU")
     from benchmarks.plain_step import PlainStep
@@ -115,7 +120,7 @@ def plain(name: str) -> dict[str, Any]:
 
 def torch(name: str) -> dict[str, Any]:
     """The same model's step in PyTorch, under torch.compile."""
-    device = start()
+    device = Programs().device
     from benchmarks.peers import PEERS, run_peer
 
     run = run_of(name, device)
@@ -188,28 +193,26 @@ def _profile(step, state) -> tuple[dict[str, list[float]], Any]:
     return found, state
 
 
-def _by_class(
-    profiled: dict[str, list[float]], kinds: Mapping[str, tuple[str, str]], predicted
-) -> dict[str, dict[str, float]]:
-    """Milliseconds by class of kernel, measured and predicted."""
-    one, measured = predicted.account.seconds, Counter()
-    for name, (seconds, _) in profiled.items():
-        measured[kinds[name][0] if name in kinds else "other"] += seconds
-    names = dict.fromkeys((*one, *measured))
-    return {name: {"measured": 1e3 * measured[name], "predicted": 1e3 * one[name]} for name in names}
-
-
-def _slow_kernels(
-    profiled: dict[str, list[float]], kinds: Mapping[str, tuple[str, str]], expected: Mapping[str, float]
+def _kernels(
+    profiled: Mapping[str, Sequence[float]], kinds: Mapping[str, tuple[str, str]], expected: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """The kernels that lose most against their prediction, in milliseconds of a step."""
+    """The kernels of a profile with their classes, and what they take in a step, measured and predicted, in milliseconds."""
     rows = []
     for name, (seconds, count) in profiled.items():
         kind, scheduled = kinds.get(name, ("other", name))
         predicted = count * expected.get(scheduled, 0.0)
         numbers = {"executions": count, "measured": 1e3 * seconds, "predicted": 1e3 * predicted}
         rows.append({"name": name, "kind": kind} | numbers)
-    return sorted(rows, key=lambda row: row["predicted"] - row["measured"])[:LISTED]
+    return rows
+
+
+def _by_class(kernels: Sequence[Mapping[str, Any]], predicted: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Milliseconds by class of kernel, measured and predicted."""
+    measured = Counter()
+    for kernel in kernels:
+        measured[kernel["kind"]] += kernel["measured"]
+    names = dict.fromkeys((*predicted, *measured))
+    return {name: {"measured": measured[name], "predicted": 1e3 * predicted[name]} for name in names}
 
 
 def _kinds(text: str) -> dict[str, tuple[str, str]]:

@@ -37,6 +37,7 @@ thead th { border-bottom: 2px solid var(--line); font-size: 11px; color: var(--s
 tbody tr { border-bottom: 1px solid var(--line); } td.text, th.text { text-align: left; }
 td.wrap { white-space: normal; width: 100%; } table.full { width: 100%; }
 th[scope="rowgroup"] { padding-top: 14px; }
+.wrapped { white-space: normal; min-width: 200px; max-width: 520px; }
 .rounds { display: inline-block; min-width: 150px; white-space: normal; }
 .rows { display: grid; grid-template-columns: fit-content(34%) 1fr max-content; gap: 2px 12px; align-items: center;
   font-size: 13px; font-variant-numeric: tabular-nums; }

@@ -4,7 +4,7 @@ A run can end at any case, so the page and the verdict must work with whatever p
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 PARTS = {
@@ -14,8 +14,9 @@ PARTS = {
     "checkpoint": "Checkpoint",
     "rates": "Rates",
     "steps": "Training steps",
+    "compiled": "Compiled programs",
 }
-FINISHED = ("passed", "slow", "wrong")  # statuses of cases whose numbers are complete
+COMPILER = "compiler"  # the platform of devices that are only compiled for
 SLOW_FACTOR = 2.0  # a step that takes more than this times its prediction is slow
 
 Record = dict[str, Any]
@@ -31,31 +32,36 @@ def record(value: Any) -> Record:
     return value if isinstance(value, dict) else {}
 
 
-def cases(results: Record, part: str | None = None) -> list[Record]:
-    """The cases of a part, or all."""
-    return [one for one in records(results.get("cases")) if part is None or one.get("part") == part]
+class Case:
+    """A case of gpu_day.json.
+
+    Attributes:
+      name, part, status, reason: texts; a case without a status has not run.
+      seconds: that it took.
+      result: what its function returned, or {}.
+      rows: of the result, all with a "label" and an "implementation".
+      ratio: the result's difference relative to its limit; None without one.
+    """
+
+    def __init__(self, value: Record):
+        self.name, self.part = str(value.get("name") or "unnamed case"), str(value.get("part"))
+        self.status, self.reason = str(value.get("status") or "not run"), str(value.get("reason") or "")
+        self.seconds, self.result = value.get("seconds"), record(value.get("result"))
+        named = lambda row: {key: str(row.get(key) or "unnamed") for key in ("label", "implementation")}  # noqa: E731
+        self.rows = [row | named(row) for row in records(self.result.get("rows"))]
+        self.ratio = relative(self.result.get("difference"), self.result.get("limit"))
 
 
-def parts(results: Record) -> dict[str, str]:
-    """The title of each part that has cases: the known parts in their order, then others."""
-    found = {str(one.get("part")): None for one in cases(results)}
-    known = {part: title for part, title in PARTS.items() if part in found}
-    return known | {part: part for part in found if part not in known}
+def cases(results: Record) -> list[Case]:
+    """All cases."""
+    return [Case(one) for one in records(results.get("cases"))]
 
 
-def rows(case: Record) -> list[Record]:
-    """The rows of a case's result."""
-    return records(record(case.get("result")).get("rows"))
-
-
-def status(case: Record) -> str:
-    """The case's status; a case without one has not run."""
-    return str(case.get("status") or "not run")
-
-
-def name(case: Record) -> str:
-    """The case's name."""
-    return str(case.get("name") or "unnamed case")
+def by_part(everything: Sequence[Case]) -> dict[str, list[Case]]:
+    """The cases of each part that has some: the known parts in their order, then others."""
+    found = dict.fromkeys(one.part for one in everything)
+    ordered = dict.fromkeys([*(part for part in PARTS if part in found), *found])
+    return {part: [one for one in everything if one.part == part] for part in ordered}
 
 
 def device(results: Record) -> str:

@@ -8,37 +8,37 @@ import dataclasses
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.gpu_day.values import (
-    FINISHED,
+    COMPILER,
     PARTS,
     SLOW_FACTOR,
+    Case,
     Record,
+    by_part,
     cases,
     decimal,
     device,
     is_measured,
     kernel_ratio,
     largest,
-    name,
     number,
-    parts,
     positive,
     prediction_error,
     record,
-    relative,
-    rows,
     scientific,
     share,
     speedup,
-    status,
 )
 from megajax.schedules.errors import counted
 
 PRECISION = re.compile(r"\b(?:fp32|tf32|bf16|fp16|fp8)\b")
 OURS = "megajax"
+FINISHED = ("passed", "slow", "wrong")  # statuses of cases whose numbers are complete
+COMPARED = ("losses", "kernels", "generation", "checkpoint")  # parts whose cases compare with a reference
 KERNEL_ERRORS = ("output", "gradients", "limit")
+GIVES = ("gives", "does not always give")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,35 +55,22 @@ class Claim:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sentence:
-    """A sentence about compared cases: "SUBJECT VERB OBJECT", or with `denial` in place of `verb`."""
+class _Compared:
+    """A case, or a part of it, compared with its reference.
 
-    subject: str
-    verb: str
-    denial: str
-    object: str
+    Attributes:
+      label, detail: its name, and the numbers or the reason if it differs.
+      differs: whether it contradicts the claim.
+      agreeing, compared: of its numbers or texts; 0 are compared if there are none.
+      ratio: the difference relative to its limit.
+    """
 
-
-@dataclasses.dataclass
-class _Count:
-    """Comparisons of a group of cases."""
-
-    agreeing: int = 0
-    compared: int = 0
-    differing: list[str] = dataclasses.field(default_factory=list)
-    without_numbers: list[str] = dataclasses.field(default_factory=list)
-    ratios: list[float] = dataclasses.field(default_factory=list)
-
-    def add(self, label: str, ratio: float | None, is_wrong: bool, detail: str) -> None:
-        """Adds a comparison whose difference is `ratio` times its limit."""
-        if ratio is None and not is_wrong:
-            self.without_numbers.append(label)
-            return
-        self.compared += 1
-        if is_wrong or (ratio is not None and ratio > 1):
-            self.differing.append(f"{label} ({detail})" if detail else label)
-        else:
-            self.agreeing += 1
+    label: str
+    detail: str
+    differs: bool
+    agreeing: int
+    compared: int
+    ratio: float | None = None
 
 
 def claims(results: Record) -> list[Claim]:
@@ -92,124 +79,140 @@ def claims(results: Record) -> list[Claim]:
     Args:
       results: gpu_day.json.
     """
-    where = f" on {device(results)}"
-    found = _losses(results, where)
-    kernels = _Sentence("The kernels", "agree", "do not all agree", f"with their references within the limits{where}")
-    texts = _Sentence("Generated texts", "equal", "do not all equal", f"the reference's{where}")
-    found.append(_comparison(kernels, cases(results, "kernels"), _count_kernels, ("row", "rows")))
-    found.append(_comparison(texts, cases(results, "generation"), _count_texts, ("text", "texts")))
-    resumed = cases(results, "checkpoint")
-    checkpoint = _Sentence(
-        "Training resumed from a checkpoint",
-        "gives",
-        "does not always give",
-        f"the losses of the reference{_limits(resumed)}{where}",
-    )
-    found.append(_comparison(checkpoint, resumed, _count_losses, ("case", "cases")))
-    found += _rates(results, where) + _steps(results, where)
-    for part in parts(results):
-        if part not in ("losses", "kernels", "generation", "checkpoint"):
-            found += _failures(part, cases(results, part))
-    return [*found, _hangs(results), *_not_run(results)]
+    where, everything = f" on {device(results)}", cases(results)
+    groups = by_part(everything)
+    losses, kernels, texts, resumed, rates, steps, _ = (groups.get(part, []) for part in PARTS)
+    if record(results.get("device")).get("platform") == COMPILER:
+        return [_compiled(everything, device(results)), _hangs(everything), *_not_run(everything)]
+    within = f"with their references within the limits{where}"
+    after = f"the losses of the reference{_limits(resumed)}{where}"
+    found = [
+        *_losses(losses, where),
+        _comparison("The kernels", ("agree", "do not all agree"), within, kernels, _of_kernels, "row"),
+        _comparison(
+            "Generated texts", ("equal", "do not all equal"), f"the reference's{where}", texts, _of_texts, "text"
+        ),
+        _comparison("Training resumed from a checkpoint", GIVES, after, resumed, _of_losses, "case"),
+        *_rates(rates, where),
+        *_steps(steps, where),
+    ]
+    for part, group in groups.items():
+        if part not in COMPARED:
+            found += _failures(part, group)
+    return [*found, _hangs(everything), *_not_run(everything)]
 
 
-def _losses(results: Record, where: str) -> list[Claim]:
+def _compiled(everything: Sequence[Case], gpu: str) -> Claim:
+    """Whether the programs of all cases compile."""
+    programs = [row for case in everything for row in case.rows]
+    refused = [f"{case.name} ({row['label']})" for case in everything for row in case.rows if row.get("problem")]
+    failed = _failed([case for case in everything if not case.rows])
+    count = f"{len(programs) - len(refused)} of {counted(len(programs), 'program')}"
+    text = f"For {gpu}, {count} of {counted(len(everything), 'case')} compile; nothing was run."
+    ended = [f"Refused: {', '.join(refused)}."] if refused else []
+    holds = None if not programs and not failed else not refused and not failed
+    return Claim(holds, " ".join([text, *ended, *failed]))
+
+
+def _losses(group: Sequence[Case], where: str) -> list[Claim]:
     """A claim for each precision, which is read from the cases' names."""
-    groups: dict[str, list[Record]] = {}
-    for case in cases(results, "losses"):
-        precision = " and ".join(dict.fromkeys(PRECISION.findall(name(case))))
+    groups: dict[str, list[Case]] = {}
+    for case in group:
+        precision = " and ".join(dict.fromkeys(PRECISION.findall(case.name)))
         groups.setdefault(f"Training in {precision}" if precision else "Training", []).append(case)
     return [
-        _comparison(
-            _Sentence(subject, "gives", "does not always give", f"the CPU's losses{_limits(group)}{where}"),
-            group,
-            _count_losses,
-            ("case", "cases"),
-        )
-        for subject, group in (groups or {"Training": []}).items()
+        _comparison(subject, GIVES, f"the CPU's losses{_limits(some)}{where}", some, _of_losses, "case")
+        for subject, some in (groups or {"Training": []}).items()
     ]
 
 
-def _limits(group: Sequence[Record]) -> str:
+def _limits(group: Sequence[Case]) -> str:
     """The limits of the group's cases: " within 1e-4"."""
-    found = sorted({one for case in group if (one := number(record(case.get("result")).get("limit"))) is not None})
+    found = sorted(one for case in group if (one := number(case.result.get("limit"))) is not None)
     return f" within {' to '.join(scientific(one) for one in dict.fromkeys((found[0], found[-1])))}" if found else ""
 
 
 def _comparison(
-    sentence: _Sentence, group: Sequence[Record], count: Callable[[_Count, Record], None], unit: tuple[str, str]
+    subject: str,
+    verbs: tuple[str, str],
+    reference: str,
+    group: Sequence[Case],
+    compare: Callable[[Case], Iterable[_Compared]],
+    unit: str,
 ) -> Claim:
-    """The claim of cases that compare results with references.
+    """The claim "SUBJECT VERB REFERENCE" about cases that compare results with references.
 
     Args:
-      sentence: the claim, and its denial.
+      subject: of the sentence.
+      verbs: the claim's, and its denial's.
+      reference: what the results are compared with.
       group: the cases.
-      count: adds the comparisons of a finished case.
-      unit: what is counted, singular and plural.
+      compare: the comparisons of a finished case.
+      unit: what is counted.
     """
-    found, failed = _Count(), _failed(group)
-    for case in group:
-        if status(case) in FINISHED:
-            count(found, case)
-    ended = [*[f"Differs: {one}." for one in found.differing], *failed]
-    if found.without_numbers:
-        ended.append(f"Without numbers: {', '.join(found.without_numbers)}.")
-    ended += [f"Not run: {', '.join(skipped)}."] if (skipped := _named(group, "not run")) else []
-    if not found.compared and not failed:
-        subject = f"{sentence.subject[0].lower()}{sentence.subject[1:]}"
-        return Claim(None, " ".join([f"Not measured: whether {subject} {sentence.verb} {sentence.object}.", *ended]))
-    holds = not found.differing and not failed
-    total = found.compared + (len(failed) if unit[0] == "case" else 0)  # of other units nobody knows how many failed
-    text = f"{sentence.subject} {sentence.verb if holds else sentence.denial} {sentence.object}"
-    text += f": {found.agreeing} of {counted(total, *unit)}"
-    if holds and found.ratios:
-        text += f"; the largest difference is {decimal(max(found.ratios), 2)} times its limit"
+    found = [one for case in group if case.status in FINISHED for one in compare(case)]
+    differing, failed = [one for one in found if one.differs], _failed(group)
+    ended = [f"Differs: {one.label}{f' ({one.detail})' if one.detail else ''}." for one in differing] + failed
+    if missing := [one.label for one in found if not one.compared]:
+        ended.append(f"Without numbers: {', '.join(missing)}.")
+    if skipped := _named(group, "not run"):
+        ended.append(f"Not run: {', '.join(skipped)}.")
+    total = sum(one.compared for one in found)
+    if not total and not failed:
+        start = f"{subject[0].lower()}{subject[1:]}"
+        return Claim(None, " ".join([f"Not measured: whether {start} {verbs[0]} {reference}.", *ended]))
+    holds = not differing and not failed
+    total += len(failed) if unit == "case" else 0  # of other units nobody knows how many failed
+    agreeing = sum(one.agreeing for one in found)
+    text = f"{subject} {verbs[0 if holds else 1]} {reference}: {agreeing} of {counted(total, unit)}"
+    if holds and (ratio := largest(one.ratio for one in found)) is not None:
+        text += f"; the largest difference is {decimal(ratio, 2)} times its limit"
     return Claim(holds, " ".join([f"{text}.", *ended]))
 
 
-def _count_losses(found: _Count, case: Record) -> None:
-    result = record(case.get("result"))
-    difference, limit = result.get("difference"), result.get("limit")
-    ratio = relative(difference, limit)
-    detail = "" if ratio is None else f"difference {scientific(difference)}, limit {scientific(limit)}"
-    found.add(name(case), ratio, status(case) == "wrong", detail or str(case.get("reason") or ""))
-    if ratio is not None:
-        found.ratios.append(ratio)
+def _number(label: str, ratio: float | None, is_wrong: bool, detail: str) -> _Compared:
+    """A comparison of numbers whose difference is `ratio` times its limit; or by its status alone, without a ratio."""
+    differs = is_wrong or (ratio is not None and ratio > 1)
+    compared = differs or ratio is not None
+    return _Compared(label, detail, differs, int(compared and not differs), int(compared), ratio)
 
 
-def _count_kernels(found: _Count, case: Record) -> None:
-    table = rows(case)
-    ratios = [kernel_ratio(row) for row in table]
-    for row, ratio in zip(table, ratios, strict=True):
+def _of_losses(case: Case) -> Iterable[_Compared]:
+    difference, limit = (scientific(case.result.get(key)) for key in ("difference", "limit"))
+    detail = case.reason if case.ratio is None else f"difference {difference}, limit {limit}"
+    yield _number(case.name, case.ratio, case.status == "wrong", detail)
+
+
+def _of_kernels(case: Case) -> Iterable[_Compared]:
+    for row in case.rows:
         errors = ", ".join(f"{key} {one}" for key in KERNEL_ERRORS if (one := scientific(row.get(key))))
-        found.add(f"{name(case)}: {row.get('label') or 'unnamed'}", ratio, False, errors)
-    found.ratios += [one for one in ratios if one is not None]
-    exceeds = (largest(ratios) or 0) > 1
-    if not exceeds and (status(case) == "wrong" or not table):  # what the rows do not show, the status does
-        found.add(name(case), None, status(case) == "wrong", str(case.get("reason") or ""))
+        yield _number(f"{case.name}: {row['label']}", kernel_ratio(row), False, errors)
+    exceeds = (largest(map(kernel_ratio, case.rows)) or 0) > 1
+    if not exceeds and (case.status == "wrong" or not case.rows):  # what the rows do not show, the status does
+        yield _number(case.name, None, case.status == "wrong", case.reason)
 
 
-def _count_texts(found: _Count, case: Record) -> None:
-    result = record(case.get("result"))
-    texts, equal = (number(result.get(key)) for key in ("texts", "equal"))
-    is_wrong = status(case) == "wrong"
+def _of_texts(case: Case) -> Iterable[_Compared]:
+    texts, equal = (number(case.result.get(key)) for key in ("texts", "equal"))
+    is_wrong = case.status == "wrong"
     if not texts or equal is None or not math.isfinite(texts + equal):
-        return found.add(name(case), None, is_wrong, str(case.get("reason") or ""))
-    found.compared += round(texts)
-    found.agreeing += round(equal)
-    if equal < texts or is_wrong:
-        found.differing.append(f"{name(case)} ({decimal(equal)} of {decimal(texts)} equal)")
+        yield _number(case.name, None, is_wrong, case.reason)
+    else:
+        detail = f"{decimal(equal)} of {decimal(texts)} equal"
+        yield _Compared(case.name, detail, equal < texts or is_wrong, round(equal), round(texts))
 
 
-def _rates(results: Record, where: str) -> list[Claim]:
+def _rates(group: Sequence[Case], where: str) -> list[Claim]:
     """For each case the highest rate of each implementation."""
     found = []
-    for case in _usable(results, "rates"):
+    for case in _usable(group):
+        if "table" in case.result:
+            continue  # of a calibration, with rates of its own
         values: dict[str, list[float | None]] = {}
-        for row in rows(case):
+        for row in case.rows:
             for implementation, value in record(row.get("values")).items():
                 values.setdefault(implementation, []).append(positive(value))
-        unit = record(case.get("result")).get("unit") or ""
+        unit = case.result.get("unit") or ""
         best = {one: largest(several) for one, several in values.items()}
         texts = [f"{one} {decimal(value)} {unit}".rstrip() for one, value in best.items() if value is not None]
         missing = [
@@ -217,106 +220,102 @@ def _rates(results: Record, where: str) -> list[Claim]:
             for one, several in values.items()
             if None in several
         ]
-        shapes = counted(len(rows(case)), "shape")
-        text = "; ".join([f"highest rate of {shapes}{where}: {', '.join(texts)}" if texts else "no rate", *missing])
-        found.append(Claim(True if texts else None, f"{name(case)}: {text}."))
+        rate = f"highest rate of {counted(len(case.rows), 'shape')}{where}: {', '.join(texts)}" if texts else "no rate"
+        found.append(Claim(True if texts else None, f"{case.name}: {'; '.join([rate, *missing])}."))
     return found or [Claim(None, "Not measured: rates of matrix multiplications and copies.")]
 
 
-def _steps(results: Record, where: str) -> list[Claim]:
+def _steps(group: Sequence[Case], where: str) -> list[Claim]:
     """Throughput of each row of megajax relative to other implementations, and the errors of predictions."""
-    table = [row for case in _usable(results, "steps") for row in rows(case)]
+    labels: dict[str, list[Record]] = {}
+    for case in _usable(group):
+        for row in case.rows:
+            labels.setdefault(row["label"], []).append(row)
     found = []
-    for label in dict.fromkeys(str(row.get("label") or "unnamed") for row in table):
-        group = [row for row in table if str(row.get("label") or "unnamed") == label]
-        ours = [row for row in group if _implementation(row).startswith(OURS) and is_measured(row)]
-        others = [row for row in group if not _implementation(row).startswith(OURS)]
-        found += [_throughput(label, row, others, where) for row in ours]
+    for label, some in labels.items():
+        ours = [row for row in some if row["implementation"].startswith(OURS) and is_measured(row)]
+        others = [row for row in some if not row["implementation"].startswith(OURS)]
+        found += [_throughput(row, others, where) for row in ours]
         if not ours:
             found.append(Claim(None, f"{label}: the step of {OURS} was not measured."))
-    if not table:
+    if not labels:
         found.append(Claim(None, "Not measured: throughput and MFU of training steps."))
-    slow = [name(case) for case in cases(results, "steps") if status(case) == "slow"]
-    times = _predictions("Step times", table, ("milliseconds", "predicted_milliseconds"), where)
-    if slow:
+    table = [row for case in _usable(group) for row in case.rows]
+    times = _predictions("Step times", "are", table, ("milliseconds", "predicted_milliseconds"), where)
+    if slow := _named(group, "slow"):
         text = f"More than {SLOW_FACTOR:g} times the predicted time: {', '.join(slow)}."
         times = Claim(False, text if times.holds is None else f"{times.text} {text}")
-    peaks = _predictions("Peak memory", table, ("peak_gigabytes", "predicted_peak_gigabytes"), where)
-    return [*found, times, peaks]
+    return [
+        *found,
+        times,
+        _predictions("Peak memory", "is", table, ("peak_gigabytes", "predicted_peak_gigabytes"), where),
+    ]
 
 
-def _implementation(row: Record) -> str:
-    return str(row.get("implementation") or "unnamed")
-
-
-def _throughput(label: str, row: Record, others: Sequence[Record], where: str) -> Claim:
+def _throughput(row: Record, others: Sequence[Record], where: str) -> Claim:
     """Such as "gpt2-xl b4: 54.8% MFU (542.4 TFLOP/s) on NVIDIA H200; 1.05 times the throughput of plain JAX."."""
     mfu, rate = share(row.get("mfu")), decimal(row.get("teraflops"))
     figures = f"{mfu} MFU ({rate} TFLOP/s)" if mfu and rate else f"{mfu} MFU" if mfu else f"{rate} TFLOP/s"
     if not mfu and not rate:
         figures = f"{decimal(row.get('milliseconds'))} ms a step"
-    own = "" if _implementation(row) == OURS else f", {_implementation(row)}"
+    own = "" if row["implementation"] == OURS else f", {row['implementation']}"
     ratios = [
-        f"{ratio:.2f} times the throughput of {_implementation(other)}"
+        f"{ratio:.2f} times the throughput of {other['implementation']}"
         for other in others
         if (ratio := speedup(row, other)) is not None
     ]
     compared = f"; {', '.join(ratios)}" if ratios else ""
-    return Claim(True, f"{label}{own}: {figures}{where}{compared}.")
+    return Claim(True, f"{row['label']}{own}: {figures}{where}{compared}.")
 
 
-def _predictions(what: str, table: Sequence[Record], keys: tuple[str, str], where: str) -> Claim:
+def _predictions(what: str, verb: str, table: Sequence[Record], keys: tuple[str, str], where: str) -> Claim:
     """The median and largest error of predictions; False if one is off by more than `SLOW_FACTOR`, either way."""
-    errors = {}
-    for index, row in enumerate(table):
-        error = prediction_error(row, *keys)
-        if error is not None:
-            errors[f"{row.get('label') or 'unnamed'}, {_implementation(row)}", index] = error
+    errors = [
+        (error, f"{row['label']}, {row['implementation']}")
+        for row in table
+        if (error := prediction_error(row, *keys)) is not None
+    ]
     if not errors:
         return Claim(None, f"Not measured: the error of predicted {what[0].lower()}{what[1:]}.")
-    worst = max(errors, key=lambda one: abs(errors[one]))
-    median = statistics.median(abs(one) for one in errors.values())
-    far = [label for (label, _), error in errors.items() if not 1 / SLOW_FACTOR <= 1 + error <= SLOW_FACTOR]
-    verb = "is" if what == "Peak memory" else "are"
+    worst, label = max(errors, key=lambda one: abs(one[0]))
+    median = statistics.median(abs(error) for error, _ in errors)
     text = (
-        f"{what} {verb} predicted with a median error of {share(median)} and a largest error of "
-        f"{share(abs(errors[worst]))} ({worst[0]}), over {counted(len(errors), 'measurement')}{where}."
+        f"{what} {verb} predicted with a median error of {share(median)} and a largest error of {share(abs(worst))} "
+        f"({label}), over {counted(len(errors), 'measurement')}{where}."
     )
+    far = [label for error, label in errors if not 1 / SLOW_FACTOR <= 1 + error <= SLOW_FACTOR]
     if far:
         text += f" Off by more than a factor of {SLOW_FACTOR:g}: {', '.join(dict.fromkeys(far))}."
     return Claim(not far, text)
 
 
-def _usable(results: Record, part: str) -> list[Record]:
+def _usable(group: Sequence[Case]) -> list[Case]:
     """The cases whose numbers may be claimed: those that finished, and were not wrong."""
-    return [case for case in cases(results, part) if status(case) in ("passed", "slow")]
+    return [case for case in group if case.status in ("passed", "slow")]
 
 
-def _named(group: Sequence[Record], which: str) -> list[str]:
-    return [name(case) for case in group if status(case) == which]
+def _named(group: Sequence[Case], status: str) -> list[str]:
+    return [case.name for case in group if case.status == status]
 
 
-def _failed(group: Sequence[Record]) -> list[str]:
+def _failed(group: Sequence[Case]) -> list[str]:
     """A sentence for each case that ended without complete results."""
-    failed = [case for case in group if status(case) not in (*FINISHED, "not run")]
     return [
-        f"{status(case).capitalize()}: {name(case)}{f' ({reason})' if (reason := case.get('reason')) else ''}."
-        for case in failed
+        f"{case.status.capitalize()}: {case.name}{f' ({case.reason})' if case.reason else ''}."
+        for case in group
+        if case.status not in (*FINISHED, "not run")
     ]
 
 
-def _failures(part: str, group: Sequence[Record]) -> list[Claim]:
+def _failures(part: str, group: Sequence[Case]) -> list[Claim]:
     """The cases of a part that failed or are wrong, where no sentence about comparisons names them."""
-    wrong = [f"Wrong: {one}." for one in _named(group, "wrong")]
-    failed = [*wrong, *_failed(group)]
-    if not failed:
-        return []
+    failed = [*(f"Wrong: {one}." for one in _named(group, "wrong")), *_failed(group)]
     text = f"{PARTS.get(part, part)}: {len(failed)} of {counted(len(group), 'case')} failed."
-    return [Claim(False, " ".join([text, *failed]))]
+    return [Claim(False, " ".join([text, *failed]))] if failed else []
 
 
-def _hangs(results: Record) -> Claim:
-    ran = [case for case in cases(results) if status(case) != "not run"]
+def _hangs(everything: Sequence[Case]) -> Claim:
+    ran = [case for case in everything if case.status != "not run"]
     hung = _named(ran, "hang")
     if not ran:
         return Claim(None, "Not measured: hangs. No case ran.")
@@ -325,8 +324,6 @@ def _hangs(results: Record) -> Claim:
     return Claim(True, f"Nothing hung: {counted(len(ran), 'case')} ended before the deadline.")
 
 
-def _not_run(results: Record) -> list[Claim]:
-    skipped = _named(cases(results), "not run")
-    if not skipped:
-        return []
-    return [Claim(None, f"Not run: {counted(len(skipped), 'case')}: {', '.join(skipped)}.")]
+def _not_run(everything: Sequence[Case]) -> list[Claim]:
+    skipped = _named(everything, "not run")
+    return [Claim(None, f"Not run: {counted(len(skipped), 'case')}: {', '.join(skipped)}.")] if skipped else []

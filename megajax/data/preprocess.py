@@ -80,31 +80,49 @@ def encode_block(block: Block, recipe: Recipe) -> Result:
     return Result(encoded, bad, len(block.content), block.path, block.read)
 
 
-def encode_blocks(blocks: Iterable[Block], recipe: Recipe, workers: int) -> Iterator[Result]:
-    """Tokenizes in `workers` processes; yields results in the order of the blocks.
+class Workers:
+    """A context: processes that tokenize, which start at once and import what they need while the caller goes on."""
 
-    Raises:
-      ConfigError: a worker was killed.
-    """
-    context = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker)
-    waiting: collections.deque[tuple[int, concurrent.futures.Future]] = collections.deque()
-    try:
-        for block in blocks:
-            size = len(block.content)
-            most = max(BYTES_AHEAD, AHEAD * workers * PART)
-            while waiting and (len(waiting) >= AHEAD * workers or size + sum(one for one, _ in waiting) > most):
+    def __init__(self, count: int, size: int = 0):
+        """`count` processes; `size`: bytes of the texts, whose blocks limit how many processes start at once."""
+        self._at_once, self._starting = min(count, 1 + size // PART), list[concurrent.futures.Future]()
+        context = multiprocessing.get_context("spawn")  # a fork of a process with threads can hang
+        self._count, self._pool = count, concurrent.futures.ProcessPoolExecutor(count, context, _start_worker)
+
+    def __enter__(self) -> "Workers":
+        """Starts them without Ctrl-C, which this process handles: they inherit the mask of signals."""
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._starting = [self._pool.submit(int) for _ in range(self._at_once)]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def encode(self, blocks: Iterable[Block], recipe: Recipe) -> Iterator[Result]:
+        """Tokenizes; yields results in the order of the blocks.
+
+        Raises:
+          ConfigError: a worker was killed.
+        """
+        waiting: collections.deque[tuple[int, concurrent.futures.Future]] = collections.deque()
+        try:
+            for block in blocks:
+                concurrent.futures.wait(self._starting)  # the pool starts another process while none is idle
+                size = len(block.content)
+                most = max(BYTES_AHEAD, AHEAD * self._count * PART)
+                while waiting and (len(waiting) >= AHEAD * self._count or size + sum(one for one, _ in waiting) > most):
+                    yield waiting.popleft()[1].result()
+                waiting.append((size, self._pool.submit(encode_block, block, recipe)))
+                del block
+            while waiting:
                 yield waiting.popleft()[1].result()
-            waiting.append((size, pool.submit(encode_block, block, recipe)))
-            del block
-        while waiting:
-            yield waiting.popleft()[1].result()
-    except BrokenProcessPool:
-        raise ConfigError(
-            "a worker process was killed, probably out of memory: pass fewer --workers, or split very long documents"
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        except BrokenProcessPool:
+            raise ConfigError(
+                "a worker process was killed, probably out of memory: pass fewer --workers, or split very long documents"
+            ) from None
 
 
 def _encode(texts: list[str], recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
@@ -128,8 +146,7 @@ def _encode(texts: list[str], recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
 
 
 def _start_worker() -> None:
-    """Ignores Ctrl-C, which the parent process handles, and limits the tokenizer to one thread."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Limits the tokenizer to one thread."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -202,23 +219,23 @@ def _preprocess(arguments: Sequence[str]) -> None:
     texts = [path for path, kind in kinds.items() if kind != "jsonl"]
     if texts and len(recipe.keys) > 1:
         raise ConfigError(f"--keys {' '.join(recipe.keys)}: {texts[0]} is not a .jsonl file and has no keys")
-    dtype = dtype_for(recipe.load().vocabulary)
     keyed = len(recipe.keys) > 1
     prefixes = [f"{options.out}_{key}" if keyed else options.out for key in recipe.keys]
     report = _Report(kinds, options.bad_lines == "fail")
-    with tempfile.TemporaryDirectory() as folder:
-        workers = recipe.for_workers(folder)
-        _write(options.input, kinds, workers, options.workers, prefixes, dtype, options.overwrite, report)
+    size = sum(report.sizes.values())
+    with tempfile.TemporaryDirectory() as folder, Workers(options.workers, size) as workers:
+        dtype = dtype_for(recipe.load().vocabulary)  # may import transformers, while the workers start
+        _write(options.input, kinds, recipe.for_workers(folder), workers, prefixes, dtype, options.overwrite, report)
 
 
-def _write(paths, kinds, recipe, workers, prefixes, dtype, overwrite, report: "_Report") -> None:
+def _write(paths, kinds, recipe, workers: Workers, prefixes, dtype, overwrite, report: "_Report") -> None:
     writers: list[IndexedWriter] = []
     blocks = (block for path in paths for block in read_blocks(path, kinds[path]))
     try:
         for prefix in prefixes:
             writers.append(IndexedWriter(prefix, dtype, overwrite=overwrite))
         with report:
-            for result in encode_blocks(blocks, recipe, workers):
+            for result in workers.encode(blocks, recipe):
                 for writer, encoded in zip(writers, result.encoded, strict=True):
                     writer.add_documents(*encoded)
                 report.add(result)

@@ -40,23 +40,30 @@ def matmul_rate(
     """
     rows, inner, columns = shape
     flops = 6 * rows * inner * columns
-    layers = min(MOST_PRODUCTS, max(1, math.ceil(work / flops)))
-    scale = (columns * (columns + inner)) ** -0.25  # of the weights, so that x keeps its size
+    count = min(MOST_PRODUCTS, max(1, math.ceil(work / flops)))
     with jax.default_device(device):
-        keys = jax.random.split(jax.random.key(0), layers + 1)
-        x = jax.random.normal(keys[0], (rows, inner), dtype)
-        weights = [(scale * jax.random.normal(key, (inner, columns))).astype(dtype) for key in keys[1:]]
+        arrays = layers(dtype, shape, count)
+    call = jax.jit(layer_products)
+    return count * flops / mean_seconds(lambda: call(*arrays), seconds)
 
-    @jax.jit
-    def call(x, weights):
-        gradients = []
-        for w in weights:
-            y = x @ w
-            gradients.append(x.T @ y)
-            x = y @ w.T
-        return x, gradients
 
-    return layers * flops / mean_seconds(lambda: call(x, weights), seconds)
+def layers(dtype: jnp.dtype, shape: tuple[int, int, int], count: int) -> tuple[jax.Array, list[jax.Array]]:
+    """Random x [rows, inner], and weights [inner, columns] of `count` layers: the arguments of `layer_products`."""
+    rows, inner, columns = shape
+    scale = (columns * (columns + inner)) ** -0.25  # of the weights, so that x keeps its size
+    keys = jax.random.split(jax.random.key(0), count + 1)
+    x = jax.random.normal(keys[0], (rows, inner), dtype)
+    return x, [(scale * jax.random.normal(key, (inner, columns))).astype(dtype) for key in keys[1:]]
+
+
+def layer_products(x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+    """The products of linear layers, one after the other: forward and both gradients."""
+    gradients = []
+    for w in weights:
+        y = x @ w
+        gradients.append(x.T @ y)
+        x = y @ w.T
+    return x, gradients
 
 
 def matmul_ceiling(
@@ -79,9 +86,13 @@ def copy_rate(device: jax.Device, count: int = COPIED, passes: int = PASSES, sec
     """Bytes/s, read and written, of adding a number to an array of `count` bytes."""
     with jax.default_device(device):
         x = jax.random.normal(jax.random.key(0), (count // 4,), jnp.float32)
-    # Each pass depends on its number, or the compiler could add all of them at once.
-    chain = jax.jit(lambda x: lax.fori_loop(0, passes, lambda i, y: y + i.astype(y.dtype), x))
+    chain = jax.jit(partial(copies, passes=passes))
     return 2 * count * passes / mean_seconds(lambda: chain(x), seconds)
+
+
+def copies(x: jax.Array, passes: int = PASSES) -> jax.Array:
+    """Adds a number to an array, `passes` times; it depends on the pass, or the compiler could add all of them at once."""
+    return lax.fori_loop(0, passes, lambda i, y: y + i.astype(y.dtype), x)
 
 
 def attention_rates(
@@ -146,6 +157,15 @@ def collective_times(
 
 def _repeated(mesh: Mesh, axis: str, field: str, count: int, repeats: int) -> tuple[jax.Array, Callable]:
     """An array, and a program that runs a collective of `count` floats on it `repeats` times, one after the other."""
+    shape, call = repeated_collective(mesh, axis, field, count, repeats)
+    values = np.random.default_rng(0).standard_normal(shape.shape[0] // mesh.size, np.float32)
+    return jax.make_array_from_callback(shape.shape, shape.sharding, lambda _: values), call
+
+
+def repeated_collective(
+    mesh: Mesh, axis: str, field: str, count: int, repeats: int
+) -> tuple[jax.ShapeDtypeStruct, Callable]:
+    """`_repeated` without the array: its shape."""
     group = mesh.shape[axis]
     ring = [(rank, (rank + 1) % group) for rank in range(group)]
     one = {
@@ -167,9 +187,8 @@ def _repeated(mesh: Mesh, axis: str, field: str, count: int, repeats: int) -> tu
     def call(x):
         return lax.fori_loop(0, repeats, body, (x, x[:1]))[1]
 
-    values = np.random.default_rng(0).standard_normal(each, np.float32)
     sharding = NamedSharding(mesh, P(mesh.axis_names))
-    return jax.make_array_from_callback((each * mesh.size,), sharding, lambda _: values), call
+    return jax.ShapeDtypeStruct((each * mesh.size,), np.float32, sharding=sharding), call
 
 
 def mean_seconds(call: Callable[[], jax.Array], seconds: float) -> float:

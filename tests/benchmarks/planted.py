@@ -4,7 +4,11 @@ import os
 import pathlib
 import time
 
-from benchmarks.gpu_day.outcomes import NotAvailable, Slow, Wrong
+import jax.numpy as jnp
+
+from benchmarks.gpu_day import kernels, steps
+from benchmarks.gpu_day.outcomes import NotAvailable, Wrong
+from megajax.ops import attention
 
 
 def passes(number: int) -> dict:
@@ -17,7 +21,18 @@ def wrong() -> dict:
 
 def slow() -> dict:
     row = {"label": "tiny", "implementation": "megajax", "milliseconds": 300.0, "predicted_milliseconds": 100.0}
-    raise Slow("a step takes 3.0 times what its compiled program predicts", {"rows": [row]})
+    return steps.checked(row)
+
+
+def wrong_kernel() -> dict:
+    """XLA's attention with a mask that hides one key too many."""
+
+    def forward(query, key, value, causal, first):
+        hidden = None if first is None else jnp.minimum(first + 1, jnp.arange(query.shape[1]))
+        return XLA.forward(query, 1.02 * key, value, causal, hidden)
+
+    attention.XLA, XLA = attention.XLA._replace(forward=forward), attention.XLA
+    return kernels.attention("xla", tiny=True)
 
 
 def lacks() -> dict:

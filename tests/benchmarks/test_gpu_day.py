@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import pathlib
+import re
 import time
 from functools import partial
 
@@ -15,9 +16,12 @@ import pytest
 from benchmarks.gpu_day import kernels, verdict
 from benchmarks.gpu_day.__main__ import main
 from benchmarks.gpu_day.cases import Case, cases
-from benchmarks.gpu_day.outcomes import Wrong
-from benchmarks.gpu_day.runner import Store, run_all, run_case
+from benchmarks.gpu_day.compiling import compiled_case
+from benchmarks.gpu_day.outcomes import Refused, Wrong
+from benchmarks.gpu_day.programs import Programs, compiled
+from benchmarks.gpu_day.runner import Store, _devices, run_all, run_case
 from megajax.ops.attention import XLA, Kernel
+from megajax.plan.compiler import MISSING_PLUGIN, has_compiler
 
 HEADER = {
     "device": {"platform": "cpu", "kind": "cpu", "count": 1},
@@ -129,10 +133,71 @@ def test_wrong_options_are_one_line(capsys, tmp_path):
         assert text in capsys.readouterr().err
 
 
+def test_planted_faults_are_in_the_json_and_on_the_page(monkeypatch, tmp_path):
+    """A wrong kernel, a hang and a slow step, beside a case that passes."""
+    planted = [case("passes", number=1), case("hangs"), case("slow"), case("wrong_kernel")]
+    planted[-1] = dataclasses.replace(planted[-1], part="kernels")
+    monkeypatch.setattr("benchmarks.gpu_day.__main__.cases", lambda *_: planted)
+    assert main(["--devices", "cpu:1", "--out", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "gpu_day_cpu.json").read_text())["cases"]
+    assert {one["name"]: one["status"] for one in found} == {
+        "passes": "passed",
+        "hangs": "hang",
+        "slow": "slow",
+        "wrong_kernel": "wrong",
+    }
+    text = re.sub("<[^>]+>", " ", (tmp_path / "gpu_day_cpu.html").read_text())
+    verdict_, listed = text.partition("All cases")[0], text.partition("Did not pass")[2].partition("Losses")[0]
+    assert "1 case hung: hangs." in verdict_ and "The kernels do not all agree" in verdict_
+    assert "More than 2 times the predicted time: slow." in verdict_
+    for name, reason in {
+        "hangs": "no result after 3 s: the process was killed",
+        "slow": "a step takes 3.0 times what its compiled program predicts",
+        "wrong_kernel": "differ from fp64 by more than their limit: xla: bfloat16",
+    }.items():
+        assert name in listed and reason in listed
+    assert "passes" not in listed
+
+
+def test_a_case_of_one_device_sees_one(monkeypatch):
+    one, all_of_them = cases(8, tiny=True)[0], next(c for c in cases(8, tiny=True) if "--pipe 2" in c.name)
+    monkeypatch.setenv("MEGAJAX_GPU_DAY_DEVICES", "cpu:8")
+    assert _devices(one) == {"MEGAJAX_GPU_DAY_DEVICES": "cpu:1"} and _devices(all_of_them) == {}
+    monkeypatch.delenv("MEGAJAX_GPU_DAY_DEVICES")
+    monkeypatch.setenv("MEGAJAX_GPU_DAY_GPUS", "3,5")
+    visible = {_devices(one)["CUDA_VISIBLE_DEVICES"] for one in cases(8, tiny=False) if one.one_device}
+    assert visible == {"3", "5"}
+
+
+def test_every_case_compiles_or_says_why_not():
+    """The functions of --compile-only take the arguments of those that run."""
+    for one in cases(8, tiny=False):
+        twin = compiled_case(one, "h100-80gb", 8)
+        module, _, name = twin.function.rpartition(".")
+        inspect.signature(getattr(importlib.import_module(module), name)).bind(**twin.arguments)
+        assert (twin.name, twin.part) == (one.name, "compiled")
+        assert twin.environment["MEGAJAX_GPU_DAY_TARGET"] == "h100-80gb:8"
+
+
+@pytest.mark.skipif(not has_compiler(), reason=MISSING_PLUGIN)
+def test_kernels_are_compiled_and_a_refused_one_is_a_result(tmp_path, monkeypatch):
+    words = ["--tiny", "--compile-only", "h100-80gb", "--only", "kernels: grouped matmul x", "--out", str(tmp_path)]
+    assert main(words) == 0
+    found = json.loads((tmp_path / "gpu_day_compiled_h100_80gb.json").read_text())["cases"]
+    assert [one["status"] for one in found] == ["passed"]
+    assert all(row["seconds"] > 0 and row["problem"] is None for one in found for row in one["result"]["rows"])
+    monkeypatch.setenv("MEGAJAX_GPU_DAY_TARGET", "h100-80gb:8")
+    programs = Programs()
+    programs.call("fits", lambda x: x + 1, np.ones(3))
+    programs.call("too much", lambda x: x @ x, np.ones(3).reshape(1, 3))
+    with pytest.raises(Refused, match="1 of 2 programs do not compile: too much: TypeError"):
+        compiled(programs.rows)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_small_cases_on_a_cpu(tmp_path):
-    assert main(["--tiny", "--devices", "cpu:1", "--out", str(tmp_path), "--jobs", "2"]) == 0
+def test_all_small_cases_on_cpu_devices(tmp_path):
+    assert main(["--tiny", "--out", str(tmp_path), "--jobs", "2"]) == 0
     results = json.loads((tmp_path / "gpu_day_cpu.json").read_text())
     status = {one["name"]: one["status"] for one in results["cases"]}
     assert set(status.values()) == {"passed", "not run"}

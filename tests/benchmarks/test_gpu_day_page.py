@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from benchmarks.gpu_day import page
-from benchmarks.gpu_day.values import decimal, relative, scientific, speedup
+from benchmarks.gpu_day.values import by_part, cases, decimal, relative, scientific, speedup
 from benchmarks.gpu_day.verdict import Claim, claims
 
 VOID = {"meta"}
@@ -188,7 +188,7 @@ def test_the_page_is_one_file_with_all_numbers(results, tmp_path):
     loading = {"src", "href", "xlink:href", "srcset", "data", "action"}
     assert not [one for one in found.attributes if one[1] in loading or one[0] in ("script", "link", "iframe", "img")]
     assert "http" not in html and "url(" not in html and "@import" not in html
-    assert list(found.sections)[1:] == ["verdict", "cases", *page.parts(results), "commands"]
+    assert list(found.sections)[1:] == ["verdict", "cases", *by_part(cases(results)), "commands"]
     assert "1 × NVIDIA H200" in found.sections[""]
     for words in ("3.12.3", "0.12.0.1", "CUDA 13.1, driver 590.44", "x86_64", "cores 16"):
         assert words in found.sections[""]
@@ -377,6 +377,34 @@ def test_a_cpu_supports_no_claim_about_gpus(results):
     assert note not in page.page(results)
     results["device"]["platform"] = "cpu"
     assert note in page.page(results)
+
+
+def test_compiled_programs(results):
+    """--compile-only: those that the compiler refuses come first, in the claim and in the table."""
+    row = {"label": "a", "seconds": 3.0, "peak_gigabytes": 1.5, "predicted_milliseconds": None, "problem": None}
+    refused = row | {"label": "b", "peak_gigabytes": None, "problem": "the compiler aborted <here>"}
+    results |= {"device": {"platform": "compiler", "kind": "b200", "count": 8}}
+    results["cases"] = [
+        case("compiled", "kernels: one", {"rows": [row]}),
+        case("compiled", "kernels: two", {"rows": [row, refused]}, "error", "1 of 2 programs do not compile"),
+        case("compiled", "steps: PyTorch", None, "not run", "PyTorch compiles on a GPU only"),
+    ]
+    first, *_ = claims(results)
+    assert first == Claim(
+        False, "For b200, 2 of 3 programs of 3 cases compile; nothing was run. Refused: kernels: two (b)."
+    )
+    text = page.page(results)
+    assert "the compiler aborted &lt;here&gt;" in text and "nothing was run.</p>" in text
+    table = text[text.index('<section id="compiled">') :]
+    assert table.index("the compiler aborted") < table.index("kernels: one")
+    results["cases"] = results["cases"][:1]
+    assert claims(results)[0] == Claim(True, "For b200, 1 of 1 program of 1 case compile; nothing was run.")
+
+
+def test_the_table_of_a_calibration(results):
+    results["cases"].append(case("rates", "rates: calibration", {"rows": [], "table": "[measured]\nmemory = 1"}))
+    assert not any("calibration" in one.text for one in claims(results))
+    assert "<pre>[measured]\nmemory = 1</pre>" in page.page(results)
 
 
 def test_numbers_as_text():

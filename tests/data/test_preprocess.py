@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -190,6 +191,23 @@ def test_an_interrupted_run_leaves_no_files(tmp_path, sent):
     assert run.wait(60) != 0
     left = sorted(os.listdir(tmp_path))
     assert left == ["endless.jsonl"] + ["o.bin.unfinished"] * (sent == signal.SIGKILL)
+
+
+def test_workers_start_before_the_tokenizer_is_loaded(tmp_path, monkeypatch, capsys):
+    """transformers' import, and the start of processes for a first block, overlap; a wrong tokenizer ends them."""
+    (tmp_path / "a.txt").write_text("text")
+    started = []
+
+    def load(recipe):
+        started.extend(multiprocessing.active_children())
+        raise ConfigError("no tokenizer")
+
+    monkeypatch.setattr(Recipe, "load", load)
+    words = f"--input {tmp_path}/a.txt --out {tmp_path}/o --tokenizer x --workers 2"
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err == "error: no tokenizer\n"
+    assert len(started) == 1 and not any(one.is_alive() for one in started)
+    assert os.listdir(tmp_path) == ["a.txt"]
 
 
 def test_tokenizers_are_loaded_from_files(tmp_path):

@@ -32,8 +32,11 @@ BYTES = load_tokenizer("byte")
 def folder(tmp_path, monkeypatch):
     """An empty working directory, and preprocessing without processes of its own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preprocess.Workers, "__enter__", lambda workers: workers)
     monkeypatch.setattr(
-        preprocess, "encode_blocks", lambda blocks, recipe, _: (preprocess.encode_block(one, recipe) for one in blocks)
+        preprocess.Workers,
+        "encode",
+        lambda _, blocks, recipe: (preprocess.encode_block(one, recipe) for one in blocks),
     )
     return pathlib.Path()
 
