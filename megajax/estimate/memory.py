@@ -98,10 +98,11 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
       slots: of the program; its own (`StepProgram.slots`) if not given.
 
     Returns:
-      "weights" fp32; "optimizer" its state, fp32; "gradients" fp32 sums; "16-bit weights" those that the step computes with
-      (none in fp32), two versions of both if the schedule does not drain; "stash" values kept from forwards to backwards;
-      "copies" of the stash that XLA makes; "input to weight gradients" values that zero bubble's I keeps for its W;
-      "inboxes" received activations and gradients; "workspace" of the block (or the head) being computed.
+      "weights" fp32; "optimizer" its state, fp32, and the average of the weights; "gradients" fp32 sums; "16-bit weights"
+      those that the step computes with (none in fp32), two versions of both if the schedule does not drain; "stash" values
+      kept from forwards to backwards; "copies" of the stash that XLA makes; "input to weight gradients" values that zero
+      bubble's I keeps for its W; "inboxes" received activations and gradients; "workspace" of the block (or the head) being
+      computed.
     """
     model, parallel, kinds = model_costs(run.model), run.parallel, layers_of_kinds(run)
     item, program = ITEMSIZE[run.train.precision], StepProgram.of(run)
@@ -148,14 +149,18 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
 
 
 def _optimizer_state(run: RunConfig, held: int, sharding: Sharding) -> int:
-    """Bytes of the optimizer's state, of which a device has the part that it has of the `held` fp32 weights."""
+    """Bytes of the optimizer's state and of the average of the weights.
+
+    A device has the part of them that it has of the `held` fp32 weights.
+    """
+    average = 0 if run.train.ema_decay is None else 4 * held
     if run.train.optimizer == "adamw":
-        return 8 * held  # two moments of each parameter, whatever the shapes of the model's
+        return 8 * held + average  # two moments of each parameter, whatever the shapes of the model's
     of_blocks, of_shared = bytes_per_parameter(run.model, run.train.optimizer)
     model, parallel = model_costs(run.model), run.parallel
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
     shared //= parallel.replicas if sharding.zero else 1
-    return round(of_blocks * (held - shared) + of_shared * shared)
+    return round(of_blocks * (held - shared) + of_shared * shared) + average
 
 
 def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:

@@ -121,9 +121,9 @@ OPTIMIZERS: Mapping[str, Callable[[OptimizerContext], Optimizer]] = {
 def muon_matrices(context: OptimizerContext) -> Any:
     """A tree like the parameters: the axes of a layer's array that Muon makes a matrix of; None: it is AdamW's.
 
-    Matrices are the arrays of blocks that are decayed and have two axes, or more of which the first or the last is "hidden":
-    the product with it maps this axis to all others, or them to it. Each of the experts has matrices of its own. Token
-    tables, the head, norms and biases are AdamW's.
+    Matrices are the arrays of blocks that the model decays, with `--no-weight-decay` too, and that have two axes, or more of
+    which the first or the last is "hidden": the product with it maps this axis to all others, or them to it. Each of the
+    experts has matrices of its own. Token tables, the head, norms and biases are AdamW's.
     """
 
     def matrix(axes: tuple, decayed: bool) -> MuonDimensionNumbers | None:
@@ -137,7 +137,7 @@ def muon_matrices(context: OptimizerContext) -> Any:
             return MuonDimensionNumbers((first,), tuple(others))
         return MuonDimensionNumbers(tuple(before), (last,)) if names[last] == "hidden" else None
 
-    axes, mask = context.logical_axes, context.decay_mask
+    axes, mask = context.logical_axes, context.model_decay_mask or context.decay_mask
     is_names = lambda node: isinstance(node, tuple)  # noqa: E731
     blocks = jax.tree.map(matrix, axes["blocks"], mask["blocks"], is_leaf=is_names)
     return {**jax.tree.map(lambda _: None, axes, is_leaf=is_names), "blocks": blocks}

@@ -24,13 +24,14 @@ class OptimizerContext:
 
     Attributes:
       train: the options of the run.
-      decay_mask: bools, whether weight decay applies (`PipelineModel.decay_mask`).
+      decay_mask: bools, whether weight decay applies: `PipelineModel.decay_mask`, without `train.no_weight_decay`.
       logical_axes: tuples of names; of blocks they start with "layers", which stands for the three axes.
       rate_at, decay_at: learning rate and weight decay as functions of the samples trained on, int32 scalars that include
         the update's own; `update` is given them as its keyword argument `samples`.
       vocabulary: tokens of the model, if it has a vocabulary; an axis of that name is padded with rows of zeros.
       on_whole_layers: `(function, tree)` -> the function of a tree like (some of) the parameters, computed where a device
         has whole arrays of some layers; see `megajax.sharding.optimizer_state.whole_layers`.
+      model_decay_mask: `PipelineModel.decay_mask` itself; None: it is `decay_mask`.
       samples_after: the samples trained on after an update, as a function of the number of updates before it.
     """
 
@@ -42,6 +43,7 @@ class OptimizerContext:
     samples_after: Rate
     vocabulary: int | None = None
     on_whole_layers: Callable[[Callable[[Tree], Tree], Tree], Tree] = lambda function, tree: function(tree)
+    model_decay_mask: Tree | None = None
 
     def learning_rate(self, count: jax.Array) -> jax.Array:
         """The run's learning rate as a schedule of optax, a function of the updates before: `optax.lion(it)`.
