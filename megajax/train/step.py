@@ -32,8 +32,9 @@ from megajax.pipeline.program import StepProgram
 from megajax.runtime.compat import updates_in_place
 from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import make_schedule
-from megajax.sharding.optimizer_state import on_whole_layers, state_specs
+from megajax.sharding.optimizer_state import state_specs
 from megajax.sharding.rules import AxisRules
+from megajax.sharding.whole_layers import on_whole_layers
 from megajax.train.continuous import Continuous
 from megajax.train.latency_estimates import latency_options, with_latencies
 from megajax.train.lr_schedule import Schedule, learning_rate

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 from megajax.checkpoint import reader
@@ -26,7 +25,7 @@ from megajax.estimate.memory import bytes_per_device
 from megajax.models.interface import mean_loss
 from megajax.ops.optimizers.context import OptimizerContext
 from megajax.runtime.mesh import make_mesh
-from megajax.sharding.optimizer_state import whole_layers
+from megajax.sharding.whole_layers import layer_counts
 from megajax.train.optimizer import make_optimizer
 from megajax.train.step import Training, make_training
 from tests import small
@@ -328,16 +327,11 @@ def test_the_memory_model_has_the_bytes_of_the_state(optimizer):
     assert bytes_per_device(training.run)["optimizer"] == pytest.approx(sum(jax.tree.leaves(held)), rel=0.05)
 
 
-def test_whole_layers():
-    sizes, split = {"data": 4, "pipe": 2, "tensor": 2, "expert": 2}, P(None, "pipe", None, "data", "tensor")
-    assert whole_layers(split, (1, 2, 8, 32, 32), sizes) == P(None, "pipe", ("data", "tensor"), None, None)
-    assert whole_layers(split, (2, 2, 4, 32, 32), sizes) == P("tensor", "pipe", "data", None, None)
-    assert whole_layers(split, (1, 2, 4, 32, 32), sizes) == P(None, "pipe", "data", None, "tensor")
-    assert whole_layers(split, (1, 2, 3, 32, 32), sizes) == P(None, "pipe", None, None, "tensor")
-    experts = P(None, "pipe", None, "expert", "data", "tensor")
-    assert whole_layers(experts, (1, 2, 4, 8, 32, 32), sizes) == P(None, "pipe", "data", "expert", None, "tensor")
-    both = P(None, "pipe", None, ("data", "expert"))
-    assert whole_layers(both, (1, 2, 8, 32), sizes) == P(None, "pipe", ("data", "expert"), None)
+def test_the_layers_of_a_stage_are_distributed_over_replicas_and_their_tensor_groups():
+    assert layer_counts(8, 4, 2) == (2, 1, 0)
+    assert layer_counts(12, 1, 8) == (12, 1, 4)  # of GPT-3 175B on 8 x 8
+    assert layer_counts(3, 2, 2) == (2, 1, 0)  # a layer of zeros
+    assert layer_counts(4, 16, 1) == (1, 1, 0)
 
 
 def test_each_matrix_of_muon_is_resharded_before_and_after_newton_schulz_and_no_product_communicates():
