@@ -114,6 +114,8 @@ def _of_leaf(
         if not part.shape[2]:
             continue
         over = () if is_split or tensor == 1 else ("tensor",)
+        # Sharded as before it was cut: XLA would distribute all layers, with more of them than a device needs.
+        part = _placed(part, [pipe, replicas, (), *rest], mesh)
         part = part if is_split else _placed(part, [pipe, replicas, over, *without], mesh)
         part = function(Part(part, (pipe, replicas, (), *without), tensor_axis, is_split, mesh))
         if not is_split:

@@ -79,7 +79,7 @@ def _orthogonal(context: OptimizerContext, matrices: Any) -> optax.GradientTrans
         turned, rows = x.shape, math.prod(x.shape[lead + len(batch) :][: len(reduction)])
         x = x.reshape(*turned[: lead + len(batch)], rows, -1)
         scale = train.muon_rms * math.sqrt(max(x.shape[-2:]))
-        swap = x.shape[-2] > x.shape[-1]
+        swap = x.shape[-2] > x.shape[-1] or (x.shape[-2] == x.shape[-1] and part.tensor_axis in reduction)
         x = x.swapaxes(-1, -2) if swap else x
         x = newton_schulz(x, train.epsilon, lambda x, axis: part.shard(x, batch, axis)) * scale
         x = x.swapaxes(-1, -2) if swap else x
