@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megajax.config.errors import ConfigError, divisors
 from megajax.config.fields import check_fields, setting
 
+NOT_IN_OPTAX = ("soap", "shampoo")  # optimizers that people ask for
 # Of a batch ramp; GPT-3's has 98. The programs to compile are chosen in time and memory quadratic in this number.
 MOST_BATCH_SIZES = 1024
 
@@ -150,6 +151,11 @@ class TrainConfig:
         Raises:
             ConfigError: for the first field that is illegal, alone or with the others.
         """
+        if self.optimizer in NOT_IN_OPTAX:
+            raise ConfigError(
+                f"optimizer = {self.optimizer} is not in optax: pass --optimizer adamw|lion|adafactor|muon, or one of yours "
+                "in Python, Trainer(optimizer=...)."
+            )
         check_fields(self)
         self._check_learning_rate()
         self._check_batch_ramp()

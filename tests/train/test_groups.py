@@ -133,3 +133,9 @@ def test_a_schedule_is_used_and_logged(unit):
 def test_a_schedule_that_is_none_is_one_line(arguments, message):
     with pytest.raises(ConfigError, match=message):
         rate_of(TrainConfig(), *arguments)
+
+
+@pytest.mark.parametrize("name", ["soap", "shampoo"])
+def test_an_optimizer_that_optax_lacks_is_one_line(name):
+    with pytest.raises(ConfigError, match=rf"optimizer = {name} is not in optax: .*Trainer\(optimizer=...\)"):
+        training_of(optimizer=name)

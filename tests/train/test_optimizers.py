@@ -27,6 +27,7 @@ from megajax.ops.optimizers.context import OptimizerContext
 from megajax.runtime.mesh import make_mesh
 from megajax.sharding.whole_layers import layer_counts
 from megajax.train.optimizer import make_optimizer
+from megajax.train.state import started
 from megajax.train.step import Training, make_training
 from tests import small
 
@@ -38,7 +39,8 @@ LAYOUTS = {
     "zero3": {"mesh": (2, 1, 1), "zero": 3},
     "uneven": {"mesh": (2, 2, 1), "zero": 1, "model": dataclasses.replace(MODEL, layers=3)},
 }
-STEPS = 3
+RESUMED = {"uneven, resumed": {"mesh": (2, 1, 2), "zero": 3, "model": LAYOUTS["uneven"]["model"]}}
+STEPS, MANY = 3, 20  # of quick and of slow tests
 EPSILON = 1e-6  # Adam's: it divides gradients next to zero by their own size, and so would their rounding be a step
 
 
@@ -73,8 +75,8 @@ def within(rate, mask):
     return optax.chain(optax.masked(optax.scale_by_adam(eps=EPSILON), mask), optax.scale_by_learning_rate(rate))
 
 
-def plain_muon(mask, rate):
-    """Muon's matrices by their names; all weights have one rate and one decay."""
+def plain_muon(mask, rate, decayed=None):
+    """Muon's matrices by their names; all weights have one rate and one decay, or none where `decayed` is False."""
     sides = {
         "attention/output/kernel": MuonDimensionNumbers((0, 1), (2,)),
         "attention/qkv/kernel": MuonDimensionNumbers((0,), (1, 2, 3)),
@@ -87,7 +89,26 @@ def plain_muon(mask, rate):
     muon = optax.contrib.muon(
         1.0, consistent_rms=0.2, eps=EPSILON, adam_b2=0.95, muon_weight_dimension_numbers=lambda _: axes
     )
-    return optax.chain(muon, optax.scale(-1), optax.add_decayed_weights(0.1, mask), optax.scale_by_learning_rate(rate))
+    return optax.chain(
+        muon, optax.scale(-1), optax.add_decayed_weights(0.1, decayed or mask), optax.scale_by_learning_rate(rate)
+    )
+
+
+GROUPS = {
+    "lr_multiplier": ("blocks/attention=0.5", "*/scale=2"),
+    "no_weight_decay": ("blocks/feedforward/up",),
+    "ema_decay": 0.9,
+}
+
+
+def plain_muon_with_groups(mask, rate):
+    """The groups of GROUPS by their names."""
+    name = lambda path: "/".join(str(getattr(key, "key", key)) for key in path)  # noqa: E731
+    decayed = jax.tree_util.tree_map_with_path(lambda path, own: own and "/feedforward/up/" not in name(path), mask)
+    label = lambda name: "twice" if name.endswith("/scale") else "half" if "/attention/" in name else "same"  # noqa: E731
+    labels = jax.tree_util.tree_map_with_path(lambda path, _: label(name(path)), mask)
+    scales = {"twice": optax.scale(2.0), "half": optax.scale(0.5), "same": optax.identity()}
+    return optax.chain(plain_muon(mask, rate, decayed), optax.partition(scales, labels))
 
 
 def plain_adafactor(mask, rate):
@@ -107,6 +128,9 @@ CASES = {
     ),
     "adafactor": Case(None, plain_adafactor, {"optimizer": "adafactor"}, {"hidden": 128}),
     "muon": Case(None, plain_muon, {"optimizer": "muon", "epsilon": EPSILON}),
+    "muon, groups, average": Case(
+        plain=plain_muon_with_groups, make=None, options=GROUPS | {"optimizer": "muon", "epsilon": EPSILON}
+    ),
     "optax.adamw": Case(
         lambda c: optax.adamw(c.learning_rate, eps=EPSILON, mask=c.decay_mask),
         lambda mask, rate: optax.adamw(rate, eps=EPSILON, mask=mask),
@@ -132,7 +156,7 @@ CASES = {
 
 
 def training_of(case: Case, layout: str = "interleaved", **options) -> Training:
-    chosen = {"model": MODEL} | LAYOUTS[layout]
+    chosen = {"model": MODEL} | (LAYOUTS | RESUMED)[layout]
     chosen["model"] = dataclasses.replace(chosen["model"], **case.model)
     run = small.make_run(**chosen, train=case.options | options)
     return make_training(run, make_mesh(run.parallel), optimizer=case.make)
@@ -218,17 +242,25 @@ def test_updates_are_those_of_plain_optax(name, layout):
     assert_close(small.canonical(params, training), joined(want))
 
 
-def trained_params(training: Training, steps: int):
-    state = training.init_state()
+def started_state(training: Training):
     params, optimizer_state = start(training)
-    state = dataclasses.replace(state, params=params, optimizer_state=optimizer_state)
-    for step in range(steps):
+    state = dataclasses.replace(training.init_state(), params=params, optimizer_state=optimizer_state, ema=())
+    return started(training.run.train, state)
+
+
+def trained(training: Training, state, steps: range):
+    for step in steps:
         state, _ = training.train_step(state, small.make_batch(training.run, step))
-    return small.canonical(state.params, training)
+    return state
 
 
-def plain_params(case: Case, training: Training, steps: int):
-    """The parameters after steps of the unpipelined model on one device."""
+def trees_of(training: Training, state) -> list:
+    """Parameters, and their average if there is one."""
+    return [small.canonical(tree, training) for tree in (state.params, state.ema) if jax.tree.leaves(tree)]
+
+
+def plain_trees(case: Case, training: Training, steps: int):
+    """As `trees_of`, after steps of the unpipelined model on one device with plain optax."""
     run = dataclasses.replace(training.run, parallel=small.make_run(microbatches=1, model=MODEL).parallel)
     model, plain = small.build_model(training.run.model, recompute="none"), plain_optimizer(case, training)
     params = split(small.busy_params(training.run.model))
@@ -239,18 +271,46 @@ def plain_params(case: Case, training: Training, steps: int):
         updates, state = plain.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    state = plain.init(params)
+    state, average, decay = plain.init(params), params, training.run.train.ema_decay
     for number in range(steps):
         params, state = step(params, state, small.make_batch(run, number))
-    return joined(params)
+        average = optax.incremental_update(params, average, 1 - (decay or 0))
+    return [joined(tree) for tree in ([params] if decay is None else [params, average])]
 
 
-@grid(("momentum", "zero1"))
-def test_training_is_that_of_the_unpipelined_model_with_plain_optax(name, layout):
-    """Without biases: the gradient of attention's key bias is zero but for rounding, of which Adam would make a step."""
-    case = CASES[name]
-    training = training_of(case._replace(model={**case.model, "biases": False}), layout)
-    assert_close(trained_params(training, STEPS), plain_params(case, training, STEPS))
+def without_biases(case: Case) -> Case:
+    """The gradient of attention's key bias is zero but for rounding, of which Adam would make a step."""
+    return case._replace(model={**case.model, "biases": False})
+
+
+def test_training_is_that_of_the_unpipelined_model_with_plain_optax():
+    training = training_of(without_biases(CASES["momentum"]), "zero1")
+    got = trees_of(training, trained(training, started_state(training), range(STEPS)))
+    for one, want in zip(got, plain_trees(CASES["momentum"], training, STEPS), strict=True):
+        assert_close(one, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_twenty_steps_resumed_on_another_layout_are_those_of_plain_optax(name, layout, tmp_path):
+    """Half of them on one layout, the others after a checkpoint on another one of a model with as many layers."""
+    case = without_biases(CASES[name])
+    other = {"interleaved": "zero3", "zero1": "interleaved", "zero3": "zero1", "uneven": "uneven, resumed"}[layout]
+    one, two = (training_of(case, on, learning_rate_decay="constant") for on in (layout, other))
+    state = restored(one, two, trained(one, started_state(one), range(MANY // 2)), tmp_path)
+    got = trees_of(two, trained(two, state, range(MANY // 2, MANY)))
+    for tree, want in zip(got, plain_trees(case, one, MANY), strict=True):
+        assert_close(tree, want)
+
+
+def restored(one: Training, other: Training, state, directory):
+    """A state of one layout, saved and read on another."""
+    meta = run_meta(one.run, None)
+    checkpoints = Checkpoints(directory, OutputConfig(), meta)
+    checkpoints.save(one.state_layout, state, Progress(step=1))
+    checkpoints.close()
+    return reader.load(choose(directory, "auto")[0], other.run, other.state_layout, meta["tokenizer"])[0]
 
 
 @pytest.mark.parametrize(
@@ -265,12 +325,8 @@ def test_training_is_that_of_the_unpipelined_model_with_plain_optax(name, layout
 )
 def test_a_state_is_restored_on_another_layout(name, layouts, tmp_path):
     one, other = (training_of(CASES[name], layout) for layout in layouts)
-    state, meta = small.random_state(one), run_meta(one.run, None)
-    checkpoints = Checkpoints(tmp_path, OutputConfig(), meta)
-    checkpoints.save(one.state_layout, state, Progress(step=1))
-    checkpoints.close()
-    path, _ = choose(tmp_path, "auto")
-    got, _, _ = reader.load(path, other.run, other.state_layout, meta["tokenizer"])
+    state = small.random_state(one)
+    got = restored(one, other, state, tmp_path)
     for leaf, sharding in zip(jax.tree.leaves(got), jax.tree.leaves(other.state_sharding), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     want, found = (to_canonical(tree, training.where) for tree, training in ((state, one), (got, other)))
