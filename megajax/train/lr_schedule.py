@@ -133,28 +133,37 @@ def updates_before(train: TrainConfig, samples: jax.Array) -> jax.Array:
 
 
 Schedule = Callable[[jax.Array], Any]  # the learning rate, of an int32 scalar
-UNITS = ("updates", "samples")  # of a schedule's argument
 
 
-def rate_of(train: TrainConfig, schedule: Schedule, unit: str = "updates") -> Schedule:
+@dataclasses.dataclass(frozen=True)
+class SamplesSchedule:
+    """A schedule for `Trainer(schedule=...)` whose argument is the samples of all updates, the one at hand included.
+
+    Attributes:
+      function: the learning rate, of an int32 scalar; jax traces it.
+    """
+
+    function: Schedule
+
+
+def rate_of(train: TrainConfig, schedule: Schedule | SamplesSchedule) -> Schedule:
     """The learning rate of a user's schedule as a function of the samples trained on, as `learning_rate`.
 
     Args:
       train: of the run, whose own learning rate is not used.
-      schedule: traced; of an int32 scalar, a scalar.
-      unit: of the scalar: "updates", those before this one, as optax's schedules; "samples" of all updates and of this one.
+      schedule: traced; of the number of updates before this one, as optax's schedules, unless it is a `SamplesSchedule`.
 
     Raises:
-      ConfigError: the schedule returns no number, or there is no such unit.
+      ConfigError: the schedule returns no number.
     """
-    if unit not in UNITS:
-        raise ConfigError(f"schedule_unit = {unit!r} is not known: pass {' or '.join(map(repr, UNITS))}.")
-    result = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
+    of_samples = isinstance(schedule, SamplesSchedule)
+    function = schedule.function if of_samples else schedule
+    result = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
     if getattr(result, "shape", None) != () or not jnp.issubdtype(result.dtype, jnp.number):
         raise ConfigError(f"schedule: the function returned {result}, not a scalar, the learning rate.")
 
     def rate_at(samples: jax.Array) -> jax.Array:
         samples = jnp.asarray(samples).astype(jnp.int32)
-        return jnp.asarray(schedule(updates_before(train, samples) if unit == "updates" else samples), jnp.float32)
+        return jnp.asarray(function(samples if of_samples else updates_before(train, samples)), jnp.float32)
 
     return rate_at

@@ -11,7 +11,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 
@@ -29,7 +29,7 @@ from megajax.schedules.errors import counted
 from megajax.train.check import model_to_check
 from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batches, Progress, TrainerHooks, train
-from megajax.train.lr_schedule import Schedule, rate_of
+from megajax.train.lr_schedule import SamplesSchedule, Schedule, rate_of
 from megajax.train.optimizer import MakeOptimizer
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
@@ -56,6 +56,26 @@ class Result:
     stopped: str | None = None
 
 
+class Update(TypedDict, total=False):
+    """A user's own update of the weights, as arguments of `Trainer`.
+
+    Attributes:
+      optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None: that
+        of `run.train`.
+      schedule: the learning rate, a function of the number of updates before this one, such as optax's schedules; or a
+        `SamplesSchedule`, a function of the samples. Skipped steps count in neither. None: that of `run.train`.
+    """
+
+    optimizer: MakeOptimizer | None
+    schedule: Schedule | SamplesSchedule | None
+
+
+def _optimizer_and_schedule(
+    optimizer: MakeOptimizer | None = None, schedule: Schedule | SamplesSchedule | None = None
+) -> tuple[MakeOptimizer | None, Schedule | SamplesSchedule | None]:
+    return optimizer, schedule
+
+
 class Trainer:
     """Trains a run's model on its devices.
 
@@ -76,10 +96,8 @@ class Trainer:
         data: Batches | None = None,
         validation_data: Batches | Mapping[str, Batches] | None = None,
         rules: Any = None,
-        optimizer: MakeOptimizer | None = None,
-        schedule: Schedule | None = None,
-        schedule_unit: str = "updates",
         devices: Sequence[jax.Device] | None = None,
+        **update: Unpack[Update],
     ):
         """Validates the configuration and builds the programs; nothing is compiled before the first step.
 
@@ -93,19 +111,15 @@ class Trainer:
           validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
             validation.
           rules: the sharding rules; None: the model's.
-          optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None:
-            that of `run.train`.
-          schedule: the learning rate, a function that jax traces of an int32 scalar, such as optax's schedules; None: that
-            of `run.train`.
-          schedule_unit: of its argument: "updates", the number of those before the update, as in optax; or "samples", of
-            all updates and of this one. Skipped steps count as neither.
           devices: None: all that jax has.
+          update: `optimizer` and `schedule`, see `Update`.
 
         Raises:
           ConfigError: the configuration is not legal, or its data cannot be read.
         """
         devices = jax.devices() if devices is None else devices
-        rate_at = rate_of(run.train, schedule, schedule_unit) if schedule else None
+        optimizer, schedule = _optimizer_and_schedule(**update)
+        rate_at = rate_of(run.train, schedule) if schedule else None
         run.validate(len(devices))
         self.run = run = resolved_layout(run, gpu_of(devices[0]))
         self.request, self._fitted = output if isinstance(output, Request) else None, False
@@ -120,8 +134,9 @@ class Trainer:
         self.mesh = make_mesh(run.parallel, devices)
         self.training = make_training(run, self.mesh, model, rules, optimizer, rate_at)
         if schedule:
-            name = own_classes(None, None, schedule=schedule)["the schedule's function"]
-            self.directory.messages.append(f"rate      {name}, of the {schedule_unit}")
+            name = own_classes(None, None, schedule=getattr(schedule, "function", schedule))["the schedule's function"]
+            unit = "samples" if isinstance(schedule, SamplesSchedule) else "updates"
+            self.directory.messages.append(f"rate      {name}, of the {unit}")
 
     def fit(
         self,
