@@ -24,6 +24,7 @@ _MODULES = {
     "PipelineModel": "megajax.models.interface",
     "register_model": "megajax.models.interface",
     "OptimizerContext": "megajax.ops.optimizers.context",
+    "SamplesSchedule": "megajax.train.lr_schedule",
     "Schedule": "megajax.schedules.schedule",
     "make_schedule": "megajax.schedules.registry",
     "register": "megajax.schedules.registry",

@@ -21,6 +21,8 @@ def shape_problem(name: str, stored: Mapping[str, tuple[int, ...]], shape: tuple
     """
     if name not in stored and name.startswith("optimizer_state/"):
         return f"has no {name}: it was saved with another optimizer; pass that --optimizer, or Trainer(optimizer=...)"
+    if name not in stored and name.startswith("ema/"):
+        return "has no averaged weights: its run was without --ema-decay; omit --ema"
     if name not in stored:
         return f"has no {name}: {near(name, stored)}"
     found, vocabulary = tuple(stored[name]), getattr(run.model, "vocabulary", None)

@@ -31,24 +31,24 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     "inspect": _words("--arrays --sample --trust --verify"),
     "import": LAUNCH | _words("--end-of-document --run-dir --sequence-length --tokenizer"),
     "import-megatron": LAUNCH | _words("--end-of-document --run-dir --sequence-length --step --tokenizer --vocabulary"),
-    "export": LAUNCH | _words("--dtype --max-shard-size --out --step"),
+    "export": LAUNCH | _words("--dtype --ema --max-shard-size --out --step"),
     "generate": LAUNCH
     | _words(
-        "--apply-chat-template --batch --chat-template --data --devices --generation-config --ignore-end --init-from "
+        "--apply-chat-template --batch --chat-template --data --devices --ema --generation-config --ignore-end --init-from "
         "--interactive --min-new-tokens --min-p --new-tokens --no-repeat-ngram-size --out --pipe --precision "
         "--prefill-chunk --prompt --prompts --repetition-penalty --run-dir --seed --step --stop --system-prompt "
         "--temperature --trust --tensor --top-k --top-p"
     ),
     "evaluate": LAUNCH
     | _words(
-        "--apply-chat-template --batch --context --data --devices --fewshot-as-multiturn --generation-config --harness "
-        "--include-path --init-from --last-token --limit --num-fewshot --out --pipe --precision --run-dir --step "
+        "--apply-chat-template --batch --context --data --devices --ema --fewshot-as-multiturn --generation-config "
+        "--harness --include-path --init-from --last-token --limit --num-fewshot --out --pipe --precision --run-dir --step "
         "--stride --system-instruction --task --task-data --tensor --trust --window --zero"
     ),
     "evaluate-squad": _words("--no-answer --out --predictions --rules --task-data --threshold"),
     "plan": MODEL
     | _words(
-        "--attention --budget --calibrate --cluster --compare --deadline --expert --global-batch-size --gpu "
+        "--attention --budget --calibrate --cluster --compare --deadline --ema-decay --expert --global-batch-size --gpu "
         "--gpus --html --import --json --memory-margin --microbatch-size --model --optimizer --out --plot --precision "
         "--recompute --schedule --search --tokens --top --vocab-parallel --zero"
     ),

@@ -186,7 +186,8 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
     if field.metadata["list_style"] == "words":
         group.add_argument(flag, nargs="+", type=_reader(field), action=_Words, metavar=metavar_of(field), help=shown)
         return
-    group.add_argument(flag, type=_reader(field), metavar=metavar_of(field), help=shown)
+    action = _Repeated if field.metadata["list_style"] == "repeat" else "store"
+    group.add_argument(flag, type=_reader(field), action=action, metavar=metavar_of(field), help=shown)
 
 
 class _Words(argparse.Action):
@@ -196,11 +197,19 @@ class _Words(argparse.Action):
         setattr(namespace, self.dest, tuple(values))
 
 
+class _Repeated(argparse.Action):
+    """Stores the words of an option that may be given several times as a tuple; none: an empty one."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        words = getattr(namespace, self.dest, ())
+        setattr(namespace, self.dest, () if values == "none" else (*words, values))
+
+
 def _reader(field: dataclasses.Field) -> Callable[[str], Any]:
     """The parser of an option's text, or of each of its words, for a field."""
     if field.metadata["text_kind"] == "path":
         return local_path
-    if field.metadata["list_style"] == "words":
+    if field.metadata["list_style"] in ("words", "repeat"):
         return plain_text
     return _readers()[field.type]
 

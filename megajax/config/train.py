@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megajax.config.errors import ConfigError, divisors
 from megajax.config.fields import check_fields, setting
 
+NOT_IN_OPTAX = ("soap", "shampoo")  # optimizers that people ask for
 # Of a batch ramp; GPT-3's has 98. The programs to compile are chosen in time and memory quadratic in this number.
 MOST_BATCH_SIZES = 1024
 
@@ -30,6 +31,13 @@ class TrainConfig:
         ("adamw", "lion", "adafactor", "muon"),
     )
     learning_rate: float = setting(6e-4, "peak learning rate, reached after the warm-up")
+    lr_multiplier: tuple[str, ...] = setting(
+        (),
+        "learning rate of the parameters that PATTERN matches, in units of the run's: blocks/attention=0.1, '*/bias=2'; may "
+        "be repeated, and the last one that matches counts; --dry-shapes prints the parameters",
+        metavar="PATTERN=NUMBER",
+        list_style="repeat",
+    )
     minimum_learning_rate: float = setting(6e-5, "learning rate at the end of the decay", low=0)
     learning_rate_decay: str = setting(
         "cosine",
@@ -46,6 +54,12 @@ class TrainConfig:
     )
     cooldown: str = setting("linear", "wsd: shape of the cool-down", ("linear", "cosine", "exponential", "square_root"))
     weight_decay: float = setting(0.1, "decoupled weight decay; biases and norms are not decayed", low=0)
+    no_weight_decay: tuple[str, ...] = setting(
+        (),
+        "no weight decay of the parameters that PATTERN matches, as lr_multiplier's; may be repeated",
+        metavar="PATTERN",
+        list_style="repeat",
+    )
     start_weight_decay: float | None = setting(
         None, "weight decay at the first step, ramped to weight_decay over the run", low=0, shown_default="weight_decay"
     )
@@ -59,6 +73,15 @@ class TrainConfig:
     )
     clip_norm: float | None = setting(
         1.0, "largest global norm of the gradient; larger gradients are scaled down; none: no clipping"
+    )
+    ema_decay: float | None = setting(
+        None,
+        "keep an exponential moving average of the weights, of which each update keeps this part; none: no average",
+        low=0,
+        below=1,
+    )
+    ema_validation: bool = setting(
+        False, "the validation, --evaluate-every and the text after the training use the averaged weights"
     )
     # jax's keys take 32 bits and would silently drop the rest.
     seed: int = setting(1234, "seed of the weights, the dropout masks and the order of the samples", low=0, below=2**32)
@@ -100,15 +123,45 @@ class TrainConfig:
         start, increment, _ = self.batch_ramp or (self.global_batch_size, 1, 0)
         return range(start, self.global_batch_size + 1, increment)
 
+    @property
+    def rate_multipliers(self) -> tuple[tuple[str, float], ...]:
+        """The pairs of `lr_multiplier`.
+
+        Raises:
+            ConfigError: one is not PATTERN=NUMBER.
+        """
+        found = []
+        for text in self.lr_multiplier:
+            pattern, _, word = text.rpartition("=")
+            try:
+                number = float(word)
+            except ValueError:
+                number = -1.0
+            if not pattern or not 0 <= number < 1e6:
+                raise ConfigError(
+                    f"lr_multiplier = {text} must be PATTERN=NUMBER, with a number from 0: pass --lr-multiplier "
+                    "'blocks/attention=0.1' or the like."
+                )
+            found.append((pattern, number))
+        return tuple(found)
+
     def validate(self) -> None:
         """Checks batch, learning rate and precision by themselves.
 
         Raises:
             ConfigError: for the first field that is illegal, alone or with the others.
         """
+        if self.optimizer in NOT_IN_OPTAX:
+            raise ConfigError(
+                f"optimizer = {self.optimizer} is not in optax: pass --optimizer adamw|lion|adafactor|muon, or one of yours "
+                "in Python, Trainer(optimizer=...)."
+            )
         check_fields(self)
         self._check_learning_rate()
         self._check_batch_ramp()
+        _ = self.rate_multipliers
+        if self.ema_validation and self.ema_decay is None:
+            raise ConfigError("ema_validation is on, but there are no averaged weights: pass --ema-decay 0.999.")
         if self.matmul_dtype == "bf16" != self.precision:
             raise ConfigError(
                 f"matmul_dtype = bf16 does not work with precision = {self.precision}: omit --matmul-dtype."

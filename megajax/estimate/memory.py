@@ -13,6 +13,7 @@ from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.estimate.kinds import layers_of_kinds
+from megajax.estimate.muon_matrices import matrices_of
 from megajax.estimate.optimizer_state import bytes_per_parameter
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
@@ -21,6 +22,7 @@ from megajax.runtime.gpu_environment import MEMORY_FRACTION
 from megajax.schedules.registry import Slots
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+MUON_COPIES = 4  # of its matrices during the update: 3.4 to 5.5 in programs compiled for H100s
 USABLE_SHARE = MEMORY_FRACTION  # of a GPU's memory, by a program
 
 
@@ -98,10 +100,11 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
       slots: of the program; its own (`StepProgram.slots`) if not given.
 
     Returns:
-      "weights" fp32; "optimizer" its state, fp32; "gradients" fp32 sums; "16-bit weights" those that the step computes with
-      (none in fp32), two versions of both if the schedule does not drain; "stash" values kept from forwards to backwards;
-      "copies" of the stash that XLA makes; "input to weight gradients" values that zero bubble's I keeps for its W;
-      "inboxes" received activations and gradients; "workspace" of the block (or the head) being computed.
+      "weights" fp32; "optimizer" its state, fp32, and the average of the weights; "gradients" fp32 sums; "16-bit weights"
+      those that the step computes with (none in fp32), two versions of both if the schedule does not drain; "stash" values
+      kept from forwards to backwards; "copies" of the stash that XLA makes; "input to weight gradients" values that zero
+      bubble's I keeps for its W; "inboxes" received activations and gradients; "workspace" of the block (or the head) being
+      computed.
     """
     model, parallel, kinds = model_costs(run.model), run.parallel, layers_of_kinds(run)
     item, program = ITEMSIZE[run.train.precision], StepProgram.of(run)
@@ -143,19 +146,31 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         "optimizer": _optimizer_state(run, state, sharding),
         "gradients": versions * 4 * work + unscattered,
         **during,
-        "workspace": max(workspace, copied - sum(during.values()), summed),
+        "workspace": max(workspace, copied - sum(during.values()), summed, _update(run) - sum(during.values())),
     }
 
 
+def _update(run: RunConfig) -> int:
+    """Bytes of the update itself: of Muon the matrices that a device computes, and copies of them."""
+    if run.train.optimizer != "muon":
+        return 0
+    elements = sum(one.share * one.rows * one.columns for one in matrices_of(run))
+    return round(MUON_COPIES * ITEMSIZE[run.train.precision] * elements)
+
+
 def _optimizer_state(run: RunConfig, held: int, sharding: Sharding) -> int:
-    """Bytes of the optimizer's state, of which a device has the part that it has of the `held` fp32 weights."""
+    """Bytes of the optimizer's state and of the average of the weights.
+
+    A device has the part of them that it has of the `held` fp32 weights.
+    """
+    average = 0 if run.train.ema_decay is None else 4 * held
     if run.train.optimizer == "adamw":
-        return 8 * held  # two moments of each parameter, whatever the shapes of the model's
+        return 8 * held + average  # two moments of each parameter, whatever the shapes of the model's
     of_blocks, of_shared = bytes_per_parameter(run.model, run.train.optimizer)
     model, parallel = model_costs(run.model), run.parallel
     shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
     shared //= parallel.replicas if sharding.zero else 1
-    return round(of_blocks * (held - shared) + of_shared * shared)
+    return round(of_blocks * (held - shared) + of_shared * shared) + average
 
 
 def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:

@@ -2,7 +2,7 @@
 
 ends           embedding, head, embedding's backward; split over `pipe`, with sums over it
 ticks          received values written, sends between stages, the host's waits for conditions
-once a step    cast, sums over replicas, the gradient's norm, AdamW; zeros for the stash and the sums
+once a step    cast, sums over replicas, the gradient's norm, the update (`update_time.py`); zeros for the stash and the sums
 """
 
 import functools
@@ -15,14 +15,15 @@ from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
 from megajax.estimate.memory import rank_parameters, sharded_parameters
 from megajax.estimate.program_blocks import Blocks
 from megajax.estimate.program_kernels import Kernels, Work
+from megajax.estimate.update_time import update_work
 from megajax.schedules.simulate import Costs
 
 __all__ = ["Program"]
 
 # Kernels of a tick, of the head, of the embedding and of its backward, and once a step.
 TICK, HEAD, EMBED, STEP = 15, 30, 6, 400
-# Bytes for each parameter, once a step: cast, zeros for the sums, norm, AdamW.
-CAST, ZEROS, NORM, UPDATE = 6, 4, 4, 28
+# Bytes for each parameter, once a step: cast, zeros for the sums, norm.
+CAST, ZEROS, NORM = 6, 4, 4
 # Bytes for each parameter of the token table, in each backward of the embedding: zeros, the rows added, the sum.
 TABLE = 18
 
@@ -153,9 +154,9 @@ class Program(Kernels):
         in_memory = not (self.program.unrolls or parallel.offload_activations)
         kept = sum(kind.kept * slots for kind, slots in self.kinds)
         stash = self.program.slots.stash * kept if in_memory else 0
-        moved = state * (CAST + NORM + UPDATE) + sums * ZEROS + stash
+        moved = state * (CAST + NORM) + sums * ZEROS + stash
         sent = [Work(**{one.axis.split()[0]: self.seconds_of(one)}) for one in step_sends(run)]
-        return sum(sent, self.traffic(moved, STEP))
+        return sum(sent, self.traffic(moved, STEP) + update_work(self, state))
 
     @functools.cached_property
     def parts(self) -> Work:

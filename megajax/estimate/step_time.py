@@ -23,7 +23,7 @@ class StepTime:
       bubble: idle while the pipeline fills and drains, and in lockstep during the longer op of a tick.
       sends: exposed communication between stages.
       data: exposed gradient reduction over replicas, and gathering of weights.
-      optimizer: reading gradients, moments and weights, and writing them.
+      optimizer: reading gradients, moments and weights, and writing them; Muon's products.
       context: exposed sends of keys and values round the rings of context parallelism.
       offload: moving stashed activations to host memory and back.
       ends: exposed communication over `pipe` of embedding and head, where all stages share them.

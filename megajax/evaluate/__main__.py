@@ -42,7 +42,7 @@ def run_connected(options: Options, processes: int) -> None:
     if options.harness and processes > 1:
         raise ConfigError(f"--harness runs in one process, and there are {processes}: start one, or pass --task.")
     require_same("evaluate/options", options.of_all_processes)
-    source = open_source(options.run_dir, options.init_from, options.step, options.trust)
+    source = open_source(options.run_dir, options.init_from, options.step, options.trust, options.ema)
     (run_harness if options.harness else run_task)(options, source)
     broadcast("evaluate/written", str)  # the others do not end before the results are written
 
@@ -185,6 +185,7 @@ def describe_model(options: Options, source: Any, scorer: Any) -> dict[str, Any]
     return {
         "weights": str(source.path.absolute()),
         "weights_stamp": files_stamp(source.path),
+        **({"averaged": True} if options.ema else {}),
         "model": dataclasses.asdict(scorer.run.model),
         "tokenizer": source.tokenizer.name,
         "tokenizer_hash": tokenizer_hash(source.tokenizer),

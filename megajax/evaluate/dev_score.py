@@ -20,7 +20,7 @@ from megajax.evaluate.classification import ClassScores
 from megajax.evaluate.scorer import sum_over_context
 from megajax.evaluate.spans import SpanScores
 from megajax.runtime.processes import is_first_process
-from megajax.train.step import TrainState
+from megajax.train.state import TrainState, evaluated_params
 from megajax.train.validation import Scores
 
 __all__ = ["BEST", "DevScore"]
@@ -66,7 +66,11 @@ class DevScore:
         batches = []
         for first in range(0, self.batches.samples.count, self.batches.global_batch_size):
             with jax.set_mesh(self.training.mesh):
-                batches.append(self.score(state.params, self.training.place(self.batches.batch(first))))
+                batches.append(
+                    self.score(
+                        evaluated_params(self.training.run.train, state), self.training.place(self.batches.batch(first))
+                    )
+                )
         rows = lambda *found: np.concatenate([np.asarray(one).reshape(-1, *one.shape[2:]) for one in found])  # noqa: E731
         found, files = self.task.results(*jax.tree.map(rows, *batches))
         self._keep(found, files, step)

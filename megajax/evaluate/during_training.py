@@ -15,7 +15,7 @@ from megajax.evaluate.results import describe_numbers
 from megajax.evaluate.scorer import Score, Scorer
 from megajax.evaluate.tasks import make_task
 from megajax.runtime.exchange import require_same
-from megajax.train.step import TrainState
+from megajax.train.state import TrainState, evaluated_params
 from megajax.train.validation import Scores
 
 __all__ = ["TaskEvaluation"]
@@ -54,7 +54,9 @@ class TaskEvaluation:
         """The task's numbers, in a line and as "evaluation/TASK/NUMBER". Losses that are not finite give a warning."""
         scores: dict[int, Score] = {}
         try:
-            for batch, found in self.scorer.score(state.params, self.task.requests, self._batches):
+            for batch, found in self.scorer.score(
+                evaluated_params(self.scorer.training.run.train, state), self.task.requests, self._batches
+            ):
                 scores |= dict(zip(batch.numbers, found, strict=True))
         except ConfigError as error:  # the training has its own rules for what is not finite
             return Scores([f"warning: {self.name}: {error}"], {})

@@ -53,6 +53,7 @@ class Options:
     init_from: str | None
     step: int | None
     trust: bool
+    ema: bool
     precision: str | None
     task: str | None
     task_data: str | None

@@ -41,7 +41,7 @@ def run_connected(options: Options) -> None:
     if options.prompts and is_first_process():
         rows = read_prompts(options.prompts)
     prompts = broadcast("generate/prompts", lambda: json.dumps(rows))
-    source = open_source(options.run_dir, options.init_from, options.step, options.trust)
+    source = open_source(options.run_dir, options.init_from, options.step, options.trust, options.ema)
     output = OutputFile(options.out) if options.out and is_first_process() else None
 
     def write(samples: Sequence[Any]) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from megajax.config.sample import SampleConfig
 from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
 from megajax.generate.text import Ending, Sample, Speed, check_length, continue_prompts
+from megajax.train.state import evaluated_params
 
 __all__ = ["TextSample"]
 
@@ -42,7 +43,7 @@ class TextSample:
 
     def __call__(self, state: Any) -> str:
         """The prompt and its continuation by a `TrainState`'s parameters."""
-        weights = self.decoder.weights(state.params, self.trainer.training.where)
+        weights = self.decoder.weights(evaluated_params(self.trainer.run.train, state), self.trainer.training.where)
         ending = Ending(self.sample.new_tokens, self.context)
         sample = Sample(0, self.prompt, ending, self.trainer.tokenizer)
         continue_prompts(self.decoder, weights, [sample], Speed())

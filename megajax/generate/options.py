@@ -56,6 +56,7 @@ class Options:
     init_from: str | None
     step: int | None
     trust: bool
+    ema: bool
     prompt: tuple[str, ...]
     prompts: str | None
     interactive: bool

@@ -15,7 +15,7 @@ __all__ = ["add_mesh_options", "add_model_options", "check_model_options", "usua
 
 
 def add_model_options(parser: CommandParser) -> None:
-    """Adds --run-dir, --init-from, --trust, --step and --precision."""
+    """Adds --run-dir, --init-from, --trust, --step, --ema and --precision."""
     parser.renamed["--hf"] = "--init-from"
     model = parser.add_argument_group("the model")
     model.add_argument("--run-dir", type=local_path, metavar="RUN", help="directory of a training run with checkpoints")
@@ -27,6 +27,12 @@ def add_model_options(parser: CommandParser) -> None:
     )
     add_trust(model)
     model.add_argument("--step", type=whole(0), metavar="STEP", help="the run's checkpoint (default: the newest)")
+    model.add_argument(
+        "--ema",
+        action="store_true",
+        default=False,
+        help="the checkpoint's averaged weights, of a run with --ema-decay (default: off)",
+    )
     model.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), help="of the computation (default: bf16 on GPUs, fp32 on CPUs)"
     )
@@ -41,6 +47,10 @@ def check_model_options(given: Mapping[str, Any]) -> None:
     if (given["run_dir"] is None) == (given["init_from"] is None):
         problem = "there is no model" if given["init_from"] is None else "--run-dir and --init-from are both given"
         raise ConfigError(f"{problem}: pass one of --run-dir RUN and --init-from DIR.")
+    if given["init_from"] and given["ema"]:
+        raise ConfigError(
+            "--ema is of a checkpoint of --run-dir; a directory of Hugging Face has no average: omit --ema."
+        )
     if given["init_from"] and given["step"] is not None:
         raise ConfigError(
             "--step chooses a checkpoint of --run-dir, and a directory of Hugging Face has one: omit --step."

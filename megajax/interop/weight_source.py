@@ -64,13 +64,15 @@ class WeightSource(Protocol):
         """The weights, as the target's `weights` returns them."""
 
 
-def open_source(run_dir: str | None, hf: str | None, step: int | None, trust: bool = False) -> WeightSource:
+def open_source(
+    run_dir: str | None, hf: str | None, step: int | None, trust: bool = False, ema: bool = False
+) -> WeightSource:
     """The source that a command line names (`source_options.py`).
 
     Raises:
       ConfigError: there is none.
     """
-    return HuggingFaceSource(hf) if hf else RunDirectorySource(run_dir, step, trust)
+    return HuggingFaceSource(hf) if hf else RunDirectorySource(run_dir, step, trust, ema)
 
 
 def files_stamp(directory: pathlib.Path) -> str:
@@ -93,15 +95,15 @@ class RunDirectorySource:
       hugging_face: what a run that began with a model of Hugging Face keeps of it.
     """
 
-    def __init__(self, run_dir: str, step: int | None, trust: bool = False):
+    def __init__(self, run_dir: str, step: int | None, trust: bool = False, ema: bool = False):
         """Reads the configuration and finds the checkpoint.
 
-        `trust`: imports the files that the configuration names, whoever has written it.
+        `trust`: imports the files that the configuration names, whoever has written it; `ema`: loads the averaged weights.
 
         Raises:
           ConfigError: the directory has no configuration or no such checkpoint, or its tokenizer cannot be loaded.
         """
-        directory = pathlib.Path(run_dir).absolute()
+        directory, self._part = pathlib.Path(run_dir).absolute(), "ema" if ema else "params"
         config, steps = directory / "config.toml", complete_steps(directory / "checkpoints")
         if not config.is_file():
             problem = "has no config.toml" if directory.is_dir() else "is not a directory"
@@ -131,8 +133,11 @@ class RunDirectorySource:
         from megajax.checkpoint import reader
 
         meta = {"name": self.tokenizer.name, "hash": tokenizer_hash(self.tokenizer)}
-        state = reader.load(self.path, target.run, target.params_layout, meta)[0]
-        return target.weights(state.pop("params"))
+        layout = target.params_layout
+        shapes, shardings = ({self._part: tree["params"]} for tree in (layout.shapes, layout.shardings))
+        layout = dataclasses.replace(layout, shapes=shapes, shardings=shardings)
+        state = reader.load(self.path, target.run, layout, meta)[0]
+        return target.weights(state.pop(self._part))
 
 
 class HuggingFaceSource:

@@ -85,8 +85,9 @@ def compile_for(
 
     Returns:
       "memory": bytes on one device by XLA's names (argument, output, alias, temp, peak); "arguments": bytes of the
-      parameters, the optimizer state and the batch; "buffers": the largest temporaries, [bytes, shape] each;
-      "hlo": the compiled program as text, with its constants; "seconds": of the compilation.
+      parameters, the optimizer state (with the average of the weights) and the batch; "buffers": the largest
+      temporaries, [bytes, shape] each; "hlo": the compiled program as text, with its constants; "seconds": of the
+      compilation.
 
     Raises:
       ConfigError: the compiler is not installed, or the GPU is not NVIDIA's.
@@ -199,7 +200,7 @@ def compile_in_child(file: str, imports: list[str]) -> None:
     sharding = training.state_sharding
     arguments = {
         "weights": local(state.params, sharding.params),
-        "optimizer": local(state.optimizer_state, sharding.optimizer_state),
+        "optimizer": local((state.optimizer_state, state.ema), (sharding.optimizer_state, sharding.ema)),
     }
     arguments["batch"] = memory["argument"] - sum(arguments.values())
     request.with_name("hlo").write_text(compiled_text(compiled))

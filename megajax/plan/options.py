@@ -61,9 +61,8 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
             model.validate()
     if args.expert:
         _check_expert(model, args.expert)
-    given = {
-        name: getattr(args, name) for name in ("precision", "vocab_parallel", "attention", "memory_margin", "optimizer")
-    }
+    names = ("precision", "vocab_parallel", "attention", "memory_margin", "optimizer", "ema_decay")
+    given = {name: getattr(args, name) for name in names}
     choices = {name: getattr(args, field) for name, field in CHOICES.items()} | {"also": args.search}
     given |= {name: values and tuple(values) for name, values in choices.items()}
     return Question(model, args.gpus or cluster.gpus or 0, cluster.gpu, args.global_batch_size, **given)
@@ -134,7 +133,13 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         "--optimizer",
         default="adamw",
         choices=("adamw", "lion", "adafactor", "muon"),
-        help="whose state takes memory; the time of the update is AdamW's (default: adamw)",
+        help="whose state takes memory, and whose update time (default: adamw)",
+    )
+    add(
+        "--ema-decay",
+        type=number(0, below=1),
+        metavar="NUMBER",
+        help="of a run that averages its weights, which takes 4 bytes a parameter (default: none)",
     )
     add("--top", type=whole(), default=10, metavar="COUNT", help="layouts to list (default: 10)")
     add(

@@ -56,7 +56,7 @@ class Question:
         for each layout.
       attention: auto, xla, cudnn or pallas, as for a run.
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
-      optimizer: as `TrainConfig.optimizer`, for the memory of its state.
+      optimizer, ema_decay: as of `TrainConfig`, for the memory and the time of the update.
       also: further fields of `layouts.FIELDS` to choose, e.g. "context"; all their declared values are considered.
     """
 
@@ -76,6 +76,7 @@ class Question:
     attention: str = "auto"
     memory_margin: float = MEMORY_MARGIN
     optimizer: str = "adamw"
+    ema_decay: float | None = None
     also: Sequence[str] = ()
 
     @property
@@ -100,7 +101,12 @@ class Question:
         parallel = ParallelConfig(
             vocab_parallel=self.vocab_parallel, attention=self.attention, sequence_parallel=self.sequence_parallel
         )
-        train = TrainConfig(global_batch_size=self.global_batch, precision=self.precision, optimizer=self.optimizer)
+        train = TrainConfig(
+            global_batch_size=self.global_batch,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            ema_decay=self.ema_decay,
+        )
         return RunConfig(self.model, parallel, train)
 
 

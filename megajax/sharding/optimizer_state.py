@@ -1,17 +1,16 @@
 """How the state of an optimizer is sharded: from the paths and the shapes of its leaves."""
 
 import itertools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from megajax.config import ConfigError
 
-__all__ = ["STACK", "on_whole_layers", "owner", "parameters_by_path", "state_specs", "whole_layers"]
+__all__ = ["STACK", "owner", "parameters_by_path", "state_specs"]
 
 Tree = Any
 Path = tuple[Any, ...]
@@ -84,57 +83,6 @@ def state_specs(init: Callable[[Tree], Tree], params: Tree, specs: Tree, label: 
         return PartitionSpec(*spec[:first], *_surviving(leaf.shape[first:], parameter[first:], spec[first:]))
 
     return jax.tree_util.tree_map_with_path(one, shapes, *found)
-
-
-def whole_layers(spec: PartitionSpec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """The partition of a parameter of blocks with whole arrays of a layer on a device, as far as that is worth it.
-
-    The replicas that shard an axis of the array (ZeRO) get layers instead, an all-to-all; if they divide neither the slots
-    of a stage nor the chunks, all get all layers, an all-gather. A tensor group gets layers if it divides what is left of
-    them; if not, the array remains split over it.
-
-    Args:
-      spec: the partition that is stored.
-      shape: of the parameter, [chunks, pipe, slots of a stage, ...].
-      sizes: of the mesh's axes.
-    """
-    as_tuple = lambda entry: entry if isinstance(entry, tuple) else (entry,) if entry else ()  # noqa: E731
-    entries = [as_tuple(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
-    parts = lambda names: math.prod(sizes[name] for name in names)  # noqa: E731
-    for axis in ("data", "tensor"):
-        for place in range(STACK, len(shape)):
-            moved = entries[place]
-            if axis not in moved:
-                continue
-            free = [stack for stack in (2, 0) if shape[stack] % (parts(entries[stack]) * parts(moved)) == 0]
-            if free:
-                entries[free[0]] += moved
-            if free or axis == "data":
-                entries[place] = ()
-    return PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in entries))
-
-
-def on_whole_layers(mesh: Mesh, specs: Tree) -> Callable[[Callable[[Tree], Tree], Tree], Tree]:
-    """`OptimizerContext.on_whole_layers`, to be traced.
-
-    Args:
-      mesh: of the run.
-      specs: the PartitionSpec of each parameter, as it is stored.
-    """
-    stored = parameters_by_path(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
-
-    def placed(tree: Tree, spec_of: Callable) -> Tree:
-        def one(path, leaf):
-            sharding = NamedSharding(mesh, spec_of(stored[tuple(path)], leaf.shape))
-            return jax.lax.with_sharding_constraint(leaf, sharding)
-
-        return jax.tree_util.tree_map_with_path(one, tree)
-
-    def apply(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
-        whole = placed(tree, lambda spec, shape: whole_layers(spec, shape, mesh.shape))
-        return placed(function(whole), lambda spec, _: spec)
-
-    return apply
 
 
 def _restacked(params: Tree, place: int) -> Tree:

@@ -152,6 +152,7 @@ def describe_shapes(run: RunConfig) -> str:
     optimizer = make_optimizer(run.train, model.decay_mask(), model.logical_axes())
     state = state_specs(optimizer.init, shapes, specs, lambda path: jax.tree_util.keystr(path))
     held = sum(jax.tree.leaves(jax.tree.map(bytes_of, jax.eval_shape(optimizer.init, shapes), state)))
+    held += sum(jax.tree.leaves(jax.tree.map(bytes_of, shapes, specs))) if run.train.ema_decay is not None else 0
     rows = [("parameter", "shape", "sharding", "bytes per device")]
     total = 0
     for (path, shape), spec in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
@@ -164,6 +165,7 @@ def describe_shapes(run: RunConfig) -> str:
         for row in rows
     ]
     named = "AdamW's moments" if run.train.optimizer == "adamw" else f"{run.train.optimizer}'s state"
+    named += " and averaged weights" if run.train.ema_decay is not None else ""
     active = f" ({run.model.active_parameters:,} for a token)" if getattr(run.model, "experts", 0) else ""
     mesh_shown = (
         " x ".join(f"{axis} {size}" for axis, size in parallel.mesh_sizes.items()) + f" = {parallel.devices} devices"

@@ -6,13 +6,14 @@ the last one has exactly the minimum. Samples of skipped steps do not count.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from megajax.config import TrainConfig
+from megajax.config import ConfigError, TrainConfig
+from megajax.config.batch_ramp import equal_batches
 
 
 def learning_rate(train: TrainConfig, samples: jax.Array) -> jax.Array:
@@ -113,3 +114,56 @@ def weight_decay(train: TrainConfig, samples: jax.Array) -> jax.Array:
         return jnp.float32(train.weight_decay)
     done = jnp.clip(jnp.asarray(samples).astype(jnp.float32) / (train.steps * train.global_batch_size), 0, 1)
     return train.weight_decay + (train.start_weight_decay - train.weight_decay) * _fall(train.weight_decay_ramp, done)
+
+
+def samples_after(train: TrainConfig, count: jax.Array) -> jax.Array:
+    """int32 scalar: the samples trained on after the update that follows `count` others, if no step is skipped."""
+    starts, consumed, sizes = (jnp.array(column, jnp.int32) for column in zip(*equal_batches(train), strict=True))
+    count = jnp.asarray(count).astype(jnp.int32)
+    number = jnp.searchsorted(starts, count, side="right") - 1
+    return consumed[number] + (count + 1 - starts[number]) * sizes[number]
+
+
+def updates_before(train: TrainConfig, samples: jax.Array) -> jax.Array:
+    """int32 scalar: the updates before the one that ends at `samples`: the inverse of `samples_after`."""
+    starts, consumed, sizes = (jnp.array(column, jnp.int32) for column in zip(*equal_batches(train), strict=True))
+    samples = jnp.asarray(samples).astype(jnp.int32)
+    number = jnp.maximum(jnp.searchsorted(consumed, samples, side="left") - 1, 0)
+    return starts[number] + -(-(samples - consumed[number]) // sizes[number]) - 1
+
+
+Schedule = Callable[[jax.Array], Any]  # the learning rate, of an int32 scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplesSchedule:
+    """A schedule for `Trainer(schedule=...)` whose argument is the samples of all updates, the one at hand included.
+
+    Attributes:
+      function: the learning rate, of an int32 scalar; jax traces it.
+    """
+
+    function: Schedule
+
+
+def rate_of(train: TrainConfig, schedule: Schedule | SamplesSchedule) -> Schedule:
+    """The learning rate of a user's schedule as a function of the samples trained on, as `learning_rate`.
+
+    Args:
+      train: of the run, whose own learning rate is not used.
+      schedule: traced; of the number of updates before this one, as optax's schedules, unless it is a `SamplesSchedule`.
+
+    Raises:
+      ConfigError: the schedule returns no number.
+    """
+    of_samples = isinstance(schedule, SamplesSchedule)
+    function = schedule.function if of_samples else schedule
+    result = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
+    if getattr(result, "shape", None) != () or not jnp.issubdtype(result.dtype, jnp.number):
+        raise ConfigError(f"schedule: the function returned {result}, not a scalar, the learning rate.")
+
+    def rate_at(samples: jax.Array) -> jax.Array:
+        samples = jnp.asarray(samples).astype(jnp.int32)
+        return jnp.asarray(function(samples if of_samples else updates_before(train, samples)), jnp.float32)
+
+    return rate_at

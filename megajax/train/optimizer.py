@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from megajax.config import ConfigError, TrainConfig
-from megajax.config.batch_ramp import equal_batches
+from megajax.ops.optimizers import groups
 from megajax.ops.optimizers.builtin import OPTIMIZERS
 from megajax.ops.optimizers.context import OptimizerContext
-from megajax.train.lr_schedule import learning_rate, weight_decay
+from megajax.train.lr_schedule import learning_rate, samples_after, weight_decay
 
 MakeOptimizer = Callable[[OptimizerContext], optax.GradientTransformation]
 
@@ -27,6 +27,7 @@ def make_optimizer(
     decay_mask: Any,
     logical_axes: Any = None,
     make: MakeOptimizer | None = None,
+    rate_at: Callable[[jax.Array], jax.Array] | None = None,
     **more: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """The gradient transformation of a run; `update(gradients, state, params)` returns the addends to the parameters.
@@ -41,19 +42,22 @@ def make_optimizer(
         be inferred from the arrays: block parameters have leading axes for chunk, rank and layer, so a bias is not 1-D.
       logical_axes: tree like the parameters of tuples of names (`PipelineModel.logical_axes`).
       make: makes the transformation; None: that of `train.optimizer`.
+      rate_at: the learning rate as a function of the samples trained on; None: that of `train`.
       more: further fields of the `OptimizerContext`.
 
     The norm is taken over all parameters as global arrays, so each is counted once on any mesh, tied ones included.
-    `clip_norm` None does not clip. State and arithmetic are fp32, as the parameters are.
+    `clip_norm` None does not clip. State and arithmetic are fp32, as the parameters are. `train.lr_multiplier` multiplies
+    what the transformation returns, which is proportional to the learning rate, whatever it is made of.
 
     Raises:
-      ConfigError: `make` returns no transformation.
+      ConfigError: `make` returns no transformation, or a pattern of `train` matches no parameter.
     """
     context = OptimizerContext(
         train,
-        decay_mask,
+        groups.decay_mask(train.no_weight_decay, decay_mask),
         logical_axes,
-        rate_at=lambda samples: learning_rate(train, samples),
+        model_decay_mask=decay_mask,
+        rate_at=rate_at or (lambda samples: learning_rate(train, samples)),
         decay_at=lambda samples: weight_decay(train, samples),
         samples_after=lambda count: samples_after(train, count),
         **more,
@@ -66,6 +70,7 @@ def make_optimizer(
             f"optimizer: the function returned {type(inner).__name__}, not an optax.GradientTransformation"
         )
     inner = optax.with_extra_args_support(inner)
+    multipliers = groups.rate_multipliers(train.rate_multipliers, decay_mask)
 
     def init(params):
         return clip.init(params), inner.init(params), SamplesState(jnp.zeros((), jnp.int32))
@@ -75,17 +80,10 @@ def make_optimizer(
         samples = counter.samples + batch_size
         gradients, clipping = clip.update(gradients, clipping)
         updates, own = inner.update(gradients, own, params, batch_size=batch_size, samples=samples)
+        updates = jax.tree.map(lambda factor, u: u if factor == 1 else factor * u, multipliers, updates)
         return updates, (clipping, own, SamplesState(samples))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def samples_after(train: TrainConfig, count: jax.Array) -> jax.Array:
-    """int32 scalar: the samples trained on after the update that follows `count` others, if no step is skipped."""
-    starts, consumed, sizes = (jnp.array(column, jnp.int32) for column in zip(*equal_batches(train), strict=True))
-    count = jnp.asarray(count).astype(jnp.int32)
-    number = jnp.searchsorted(starts, count, side="right") - 1
-    return consumed[number] + (count + 1 - starts[number]) * sizes[number]
 
 
 def _state_of(optimizer_state: Any, kind: type) -> Any:

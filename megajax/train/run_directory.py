@@ -12,6 +12,7 @@ RUN_DIR/config.toml     the configuration that the run was started with; --confi
 """
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 from typing import Any
@@ -53,7 +54,14 @@ from megajax.train.logging import RunLog
 from megajax.train.lr_schedule import describe_change
 from megajax.train.optimizer import samples_trained
 from megajax.train.sinks import JsonLines, Sink, TensorBoard
-from megajax.train.step import Training, TrainState
+from megajax.train.state import TrainState, started
+from megajax.train.step import Training
+
+# Parts of a run's state that a checkpoint of other options does not have.
+NOT_IN_ALL = {
+    "in_flight": "no batch is in flight in this checkpoint: the first step makes no update",
+    "ema": "no averaged weights are in this checkpoint: the average starts from its weights",
+}
 
 
 class Profiler:
@@ -219,7 +227,8 @@ class RunDirectory:
         state, progress, messages = found or reader.load(
             self._resumed_path, self.run, self._stored_layout(training), self.meta["tokenizer"]
         )
-        self.messages += messages + self._rate_change(state, progress)
+        state = started(self.run.train, state)
+        self.messages += messages + ([] if training.has_own_schedule else self._rate_change(state, progress))
         self._save_config()
         skipped = counted(progress.skipped, "skipped step")
         after = f"after step {progress.step}, {counted(progress.samples, 'sample')}, {skipped}"
@@ -228,12 +237,16 @@ class RunDirectory:
         return state, progress
 
     def _stored_layout(self, training: Training) -> StateLayout:
-        """The layout of the checkpoint to resume from: without the batch in flight if another schedule wrote it."""
-        wanted, plain = named(training.stored_layout.shapes), named(training.state_layout.shapes)
-        if wanted.keys() == plain.keys() or wanted.keys() <= named(reader.arrays_in(self._resumed_path)).keys():
-            return training.stored_layout
-        self.messages.append("resume    no batch is in flight in this checkpoint: the first step makes no update")
-        return training.state_layout
+        """The layout of the checkpoint to resume from, without what another schedule or another --ema-decay left out."""
+        found = training.stored_layout
+        parts = [part for part in NOT_IN_ALL if jax.tree.leaves(getattr(found.shapes, part))]
+        stored = {name.partition("/")[0] for name in named(reader.arrays_in(self._resumed_path))} if parts else set()
+        for part in set(parts) - stored:
+            without = {"shapes": found.shapes, "shardings": found.shardings}
+            without = {name: dataclasses.replace(tree, **{part: ()}) for name, tree in without.items()}
+            found = dataclasses.replace(found, **without)
+            self.messages.append(f"resume    {NOT_IN_ALL[part]}")
+        return found
 
     def _rate_change(self, state: TrainState, progress: Progress) -> list[str]:
         """A line if the run's schedule is not the checkpoint's, and changes the learning rate of the next step."""

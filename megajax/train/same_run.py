@@ -55,11 +55,12 @@ def require_same_run(
         raise ConfigError(problems[min(problems)])
 
 
-def own_classes(model: type | None, data: Any, optimizer: Any = None) -> dict[str, str]:
-    """A user's model, batches and optimizer by the names of classes, for `require_same_run`; None: there is none."""
+def own_classes(model: type | None, data: Any, optimizer: Any = None, schedule: Any = None) -> dict[str, str]:
+    """What is a user's own, by the names of classes and functions, for `require_same_run`; None: there is none."""
     kinds = {"the model's class": model, "the batches' class": None if data is None else type(data)}
-    named = optimizer if hasattr(optimizer, "__qualname__") else type(optimizer)
-    kinds |= {"the optimizer's function": None if optimizer is None else named}
+    for name, own in (("optimizer", optimizer), ("schedule", schedule)):
+        named = own if hasattr(own, "__qualname__") else type(own)
+        kinds |= {f"the {name}'s function": None if own is None else named}
     return {name: f"{kind.__module__}.{kind.__qualname__}" for name, kind in kinds.items() if kind}
 
 

@@ -32,27 +32,18 @@ from megajax.pipeline.program import StepProgram
 from megajax.runtime.compat import updates_in_place
 from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import make_schedule
-from megajax.sharding.optimizer_state import on_whole_layers, state_specs
+from megajax.sharding.optimizer_state import state_specs
 from megajax.sharding.rules import AxisRules
+from megajax.sharding.whole_layers import on_whole_layers
 from megajax.train.continuous import Continuous
 from megajax.train.deadlocks import with_check
 from megajax.train.latency_estimates import latency_options, with_latencies
-from megajax.train.lr_schedule import learning_rate
+from megajax.train.lr_schedule import Schedule, learning_rate
 from megajax.train.optimizer import MakeOptimizer, make_optimizer, samples_trained
-from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
+from megajax.train.precision import cast, compute_dtype, make_loss_scale
+from megajax.train.state import TrainState, averaged
 
 Tree = Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """All that training carries from step to step."""
-
-    params: Tree  # fp32; blocks in pipeline layout (pipeline/layout.py)
-    optimizer_state: Tree
-    loss_scale: LossScale
-    in_flight: Tree = ()  # microbatches of a pipeline that is not drained between steps (pipeline/pipedream_2bw.py)
 
 
 class Training:
@@ -76,6 +67,7 @@ class Training:
         model: type[PipelineModel],
         rules: AxisRules,
         optimizer: MakeOptimizer | None = None,
+        rate_at: Schedule | None = None,
     ):
         """Builds the programs; nothing is compiled before its first call. For arguments see `make_training`."""
         self.program, self.mesh, self.model_class, self.rules = program, mesh, model, rules
@@ -86,11 +78,14 @@ class Training:
         shapes = model_shapes(run, self.model_class, self.rules)
         self.specs = parameter_specs(shapes, run.parallel, self.rules)
         self.params_sharding = self._named(self.specs.stored)
+        self.has_own_schedule = rate_at is not None
+        self.rate_at = rate_at or (lambda samples: learning_rate(run.train, samples))
         self.optimizer = make_optimizer(
             run.train,
             self.model.decay_mask(),
             self.model.logical_axes(),
             optimizer,
+            self.rate_at,
             vocabulary=getattr(run.model, "vocabulary", None),
             on_whole_layers=on_whole_layers(mesh, self.specs.stored),
         )
@@ -239,7 +234,8 @@ class Training:
 
     def _fresh_state(self) -> TrainState:
         params = self.fresh_params()
-        return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
+        ema = () if self.run.train.ema_decay is None else params
+        return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train), ema=ema)
 
     def fresh_params(self) -> Tree:
         """Initial parameters as they are stored; to be traced."""
@@ -285,16 +281,18 @@ class Training:
         updates = self.model.apply_measurements(updates, measurements)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite & ready, n, o), new, old)  # noqa: E731
         scale = jax.tree.map(lambda n, o: jnp.where(ready, n, o), state.loss_scale.update(finite), state.loss_scale)
+        params = optax.apply_updates(state.params, updates)
         new = dataclasses.replace(
             state,
-            params=keep(optax.apply_updates(state.params, updates), state.params),
+            params=keep(params, state.params),
+            ema=keep(averaged(self.run.train, state.ema, params), state.ema),
             optimizer_state=keep(optimizer_state, state.optimizer_state),
             loss_scale=scale,
         )
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": learning_rate(self.run.train, samples_trained(state.optimizer_state) + batch_size),
+            "learning_rate": self.rate_at(samples_trained(state.optimizer_state) + batch_size),
             "loss_scale": state.loss_scale.scale,
             "skipped": 1 - finite.astype(jnp.int32),
             "tokens": self._loss_weight(batch),
@@ -360,7 +358,8 @@ class Training:
         label = lambda path: "/".join(["optimizer_state", name_of(path)])  # noqa: E731
         specs = state_specs(self.optimizer.init, shapes.params, self.specs.stored, label)
         loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
-        return TrainState(self.params_sharding, self._named(specs), loss_scale)
+        ema = self.params_sharding if jax.tree.leaves(shapes.ema) else ()
+        return TrainState(self.params_sharding, self._named(specs), loss_scale, ema=ema)
 
 
 def make_training(
@@ -369,6 +368,7 @@ def make_training(
     model: type[PipelineModel] | None = None,
     rules: AxisRules | None = None,
     optimizer: MakeOptimizer | None = None,
+    rate_at: Schedule | None = None,
 ) -> Training:
     """The programs of a validated run on its mesh.
 
@@ -378,6 +378,7 @@ def make_training(
       model: the class of its model; by default the one registered for the type of `run.model`.
       rules: logical axis -> mesh axes; by default `megajax.models.context.model_rules`.
       optimizer: makes the optimizer; by default that of `run.train`.
+      rate_at: the learning rate as a function of the samples trained on (`rate_of`); by default that of `run.train`.
 
     Raises:
       ConfigError: the mesh's devices cannot run it.
@@ -387,7 +388,7 @@ def make_training(
     attention = attention_choice(run, device, model)
     program = StepProgram.of(run, attention, updates_in_place(device), rules.vocabulary_over_pipe)
     check_devices(program, device)
-    return (Training if program.drains else ContinuousTraining)(program, mesh, model, rules, optimizer)
+    return (Training if program.drains else ContinuousTraining)(program, mesh, model, rules, optimizer, rate_at)
 
 
 class ContinuousTraining(Continuous, Training):

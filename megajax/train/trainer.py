@@ -11,7 +11,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 
@@ -29,11 +29,13 @@ from megajax.schedules.errors import counted
 from megajax.train.check import model_to_check
 from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batches, Progress, TrainerHooks, train
+from megajax.train.lr_schedule import SamplesSchedule, Schedule, rate_of
 from megajax.train.optimizer import MakeOptimizer
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
 from megajax.train.same_run import own_classes, require_same_run
-from megajax.train.step import Training, TrainState, make_training
+from megajax.train.state import TrainState, started
+from megajax.train.step import Training, make_training
 from megajax.train.user_batches import user_data
 from megajax.train.validation import Evaluation
 
@@ -52,6 +54,26 @@ class Result:
     state: TrainState
     metrics: Mapping[str, float | None]
     stopped: str | None = None
+
+
+class Update(TypedDict, total=False):
+    """A user's own update of the weights, as arguments of `Trainer`.
+
+    Attributes:
+      optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None: that
+        of `run.train`.
+      schedule: the learning rate, a function of the number of updates before this one, such as optax's schedules; or a
+        `SamplesSchedule`, a function of the samples. Skipped steps count in neither. None: that of `run.train`.
+    """
+
+    optimizer: MakeOptimizer | None
+    schedule: Schedule | SamplesSchedule | None
+
+
+def _optimizer_and_schedule(
+    optimizer: MakeOptimizer | None = None, schedule: Schedule | SamplesSchedule | None = None
+) -> tuple[MakeOptimizer | None, Schedule | SamplesSchedule | None]:
+    return optimizer, schedule
 
 
 class Trainer:
@@ -74,8 +96,8 @@ class Trainer:
         data: Batches | None = None,
         validation_data: Batches | Mapping[str, Batches] | None = None,
         rules: Any = None,
-        optimizer: MakeOptimizer | None = None,
         devices: Sequence[jax.Device] | None = None,
+        **update: Unpack[Update],
     ):
         """Validates the configuration and builds the programs; nothing is compiled before the first step.
 
@@ -89,14 +111,15 @@ class Trainer:
           validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
             validation.
           rules: the sharding rules; None: the model's.
-          optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None:
-            that of `run.train`.
           devices: None: all that jax has.
+          update: `optimizer` and `schedule`, see `Update`.
 
         Raises:
           ConfigError: the configuration is not legal, or its data cannot be read.
         """
         devices = jax.devices() if devices is None else devices
+        optimizer, schedule = _optimizer_and_schedule(**update)
+        rate_at = rate_of(run.train, schedule) if schedule else None
         run.validate(len(devices))
         self.run = run = resolved_layout(run, gpu_of(devices[0]))
         self.request, self._fitted = output if isinstance(output, Request) else None, False
@@ -106,10 +129,14 @@ class Trainer:
         else:
             self.data = user_data(data, validation_data, run, model_to_check(run, model, rules))
         self.tokenizer = self.data.tokenizer
-        require_same_run(run, output, self.data.loaders, self.tokenizer, own_classes(model, data, optimizer))
+        require_same_run(run, output, self.data.loaders, self.tokenizer, own_classes(model, data, optimizer, schedule))
         self.directory = RunDirectory(run, output, self.tokenizer, self.request)
         self.mesh = make_mesh(run.parallel, devices)
-        self.training = make_training(run, self.mesh, model, rules, optimizer)
+        self.training = make_training(run, self.mesh, model, rules, optimizer, rate_at)
+        if schedule:
+            name = own_classes(None, None, schedule=getattr(schedule, "function", schedule))["the schedule's function"]
+            unit = "samples" if isinstance(schedule, SamplesSchedule) else "updates"
+            self.directory.messages.append(f"rate      {name}, of the {unit}")
 
     def fit(
         self,
@@ -186,10 +213,10 @@ class Trainer:
         if read is None:
             raise ConfigError(f"init_from = {source}, but nothing reads it: pass initial_params to Trainer.fit.")
         state = self.training.init_state()
-        jax.tree.map(lambda leaf: leaf.delete(), state.params)  # their memory is needed
+        jax.tree.map(lambda leaf: leaf.delete(), (state.params, state.ema))  # their memory is needed
         params = read(source, self.training)
         self.directory.messages.append(f"weights   from {source}")
-        return dataclasses.replace(state, params=params), Progress()
+        return started(self.run.train, dataclasses.replace(state, params=params, ema=())), Progress()
 
     def _goodput(self, started: float | None) -> Goodput:
         """The account of the run's time, which process 0 writes."""

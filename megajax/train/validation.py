@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from megajax.config.validation_sets import DEFAULT_SET
-from megajax.train.step import Training, TrainState
+from megajax.train.state import TrainState, evaluated_params
+from megajax.train.step import Training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +71,13 @@ def validation_loss(training: Training, state: TrainState, batches: Any) -> floa
         unless the set has no end.
     """
     size, most = batches.global_batch_size, training.run.train.validation_batches
+    params = evaluated_params(training.run.train, state)
     count = min(most, getattr(batches, "batches_of_an_epoch", most))
     total = weight = 0.0
     for index in range(count):
         batch = batches.batch(index * size)
         own = training.loss_weight(batch)
         # A batch without any label that counts has no mean.
-        total += own * float(training.evaluate(state.params, batch)) if own else 0.0
+        total += own * float(training.evaluate(params, batch)) if own else 0.0
         weight += own
     return total / weight if weight else float("nan")

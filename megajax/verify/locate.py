@@ -129,7 +129,7 @@ def _leaves(side: Side, kind: str, name: str) -> tuple[jax.Array, ...]:
         return (named(results.gradients)[name],)
     if kind == "update":
         return named(results.before.params)[name], named(results.after.params)[name]
-    state = {"optimizer_state": results.after.optimizer_state, "loss_scale": results.after.loss_scale}
+    state = {name: getattr(results.after, name) for name in ("ema", "optimizer_state", "loss_scale")}
     return (named(state)[name],)
 
 

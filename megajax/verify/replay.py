@@ -189,7 +189,7 @@ class Replay:
         return tree_sketch(x, microbatch["places"] if self.run.parallel.context > 1 else None)
 
     def _sketches_of_state(self, state: TrainState) -> dict[str, jax.Array]:
-        parts = {name: getattr(state, name) for name in ("params", "optimizer_state", "loss_scale")}
+        parts = {name: getattr(state, name) for name in ("params", "ema", "optimizer_state", "loss_scale")}
         return tensor_sketches(parts, self.training.where)
 
     def _sketches_of_step(self, before: TrainState, gradients: Tree, after: TrainState) -> dict:
@@ -199,7 +199,7 @@ class Replay:
             name: well_conditioned(new - old[name], slopes[name], 3 if is_block(name) else 0)
             for name, new in named(after.params).items()
         }
-        state = {"optimizer_state": after.optimizer_state, "loss_scale": after.loss_scale}
+        state = {name: getattr(after, name) for name in ("ema", "optimizer_state", "loss_scale")}
         return {
             "gradient": tensor_sketches(gradients, where),
             "update": tensor_sketches(update, where),

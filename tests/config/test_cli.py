@@ -18,6 +18,7 @@ from megajax.config import (
     preset,
 )
 from megajax.config.cli import Experiment, SampleConfig, mesh_for, parse
+from megajax.config.compare import changed_options
 from megajax.config.toml import config_tables, toml_text
 from megajax.pipeline.program import StepProgram
 from megajax.schedules import registry
@@ -61,6 +62,8 @@ def text_and_value(field: dataclasses.Field):
     if field.metadata["choices"]:
         value = next(choice for choice in reversed(field.metadata["choices"]) if choice != field.default)
         return value, value
+    if field.metadata["list_style"] == "repeat":
+        return "blocks=0.5", ("blocks=0.5",)
     return {
         int: ("3", 3),
         int | None: ("5", 5),
@@ -91,6 +94,19 @@ def test_every_field_is_an_option_and_in_the_help(part, field, capsys):
         assert getattr(getattr(run_of(f"{flag} {text}"), part), field.name) == value
     words = " ".join(help_text(capsys).split())
     assert flag in words and " ".join(field.metadata["help"].split()) in words
+
+
+def test_an_option_that_may_be_repeated_is_a_tuple_and_none_is_an_empty_one(tmp_path):
+    words = "--lr-multiplier blocks=0.5 --lr-multiplier */bias=2"
+    run = run_of(words)
+    assert run.train.lr_multiplier == ("blocks=0.5", "*/bias=2")
+    assert "--lr-multiplier blocks=0.5 --lr-multiplier '*/bias=2'" in changed_options(
+        run, OutputConfig(), run_of(""), OutputConfig()
+    )
+    saved = tmp_path / "config.toml"
+    saved.write_text(toml_text(config_tables(run, OutputConfig(), {"model": "tiny"}), ""))
+    assert run_of(f"--config {saved}").train.lr_multiplier == run.train.lr_multiplier
+    assert run_of(f"--config {saved} --lr-multiplier none").train.lr_multiplier == ()
 
 
 def test_the_help_starts_with_the_ten_options_most_used_and_lists_each_once(capsys):

@@ -1,20 +1,15 @@
 """Any optax transformation on any layout, against plain optax on one device with each layer's arrays as parameters."""
 
 import dataclasses
-import functools
 import math
 import pathlib
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers
 
 from megajax.checkpoint import reader
 from megajax.checkpoint.directory import choose
@@ -24,169 +19,28 @@ from megajax.checkpoint.metadata import run_meta
 from megajax.config import ConfigError, OutputConfig
 from megajax.estimate.memory import bytes_per_device
 from megajax.models.interface import mean_loss
-from megajax.ops.optimizers.context import OptimizerContext
 from megajax.runtime.mesh import make_mesh
-from megajax.sharding.optimizer_state import whole_layers
+from megajax.sharding.whole_layers import layer_counts
 from megajax.train.optimizer import make_optimizer
+from megajax.train.state import started
 from megajax.train.step import Training, make_training
 from tests import small
-
-# The padding of the vocabulary is the same on all layouts.
-MODEL = dataclasses.replace(small.MODEL, layers=4, vocabulary=256)
-LAYOUTS = {
-    "interleaved": {"mesh": (1, 2, 2), "chunks": 2},
-    "zero1": {"mesh": (2, 1, 1), "zero": 1},
-    "zero3": {"mesh": (2, 1, 1), "zero": 3},
-    "uneven": {"mesh": (2, 2, 1), "zero": 1, "model": dataclasses.replace(MODEL, layers=3)},
-}
-STEPS = 3
-EPSILON = 1e-6  # Adam's: it divides gradients next to zero by their own size, and so would their rounding be a step
-
-
-class Case(NamedTuple):
-    """An optimizer: of the trainer, and plain optax's for the tree of `split`, with its decay mask and schedules."""
-
-    make: Callable[[OptimizerContext], optax.GradientTransformation] | None
-    plain: Callable[[Any, optax.Schedule], optax.GradientTransformation]
-    options: dict[str, Any] = {}  # noqa: RUF012
-    model: dict[str, Any] = {}  # noqa: RUF012
-
-
-def groups(tree):
-    """Labels of two groups, "shared" (and what is below it) and all else."""
-    return {name: "ends" if name == "shared" else "layers" for name in tree}
-
-
-def two_groups(first, second):
-    return {
-        "layers": optax.adamw(first, b2=0.95, eps=EPSILON, weight_decay=0.1),
-        "ends": optax.sgd(second, momentum=0.9),
-    }
-
-
-def twice(schedule):
-    half = lambda count: 0.5 * schedule(count)  # noqa: E731
-    return optax.chain(optax.trace(0.9), optax.scale_by_schedule(half), optax.scale_by_schedule(lambda n: -1 / (1 + n)))
-
-
-def within(rate, mask):
-    """Adam where the mask is True, plain gradients elsewhere."""
-    return optax.chain(optax.masked(optax.scale_by_adam(eps=EPSILON), mask), optax.scale_by_learning_rate(rate))
-
-
-def plain_muon(mask, rate):
-    """Muon's matrices by their names; all weights have one rate and one decay."""
-    sides = {
-        "attention/output/kernel": MuonDimensionNumbers((0, 1), (2,)),
-        "attention/qkv/kernel": MuonDimensionNumbers((0,), (1, 2, 3)),
-        "feedforward/down/kernel": MuonDimensionNumbers((0,), (1,)),
-        "feedforward/up/kernel": MuonDimensionNumbers((0,), (1,)),
-    }
-    name = lambda path: "/".join(str(key.key) for key in path[2:])  # noqa: E731
-    axes = jax.tree_util.tree_map_with_path(lambda path, _: sides.get(name(path)) if len(path) > 2 else None, mask)
-    axes = {**axes, "shared": jax.tree.map(lambda _: None, mask["shared"])}
-    muon = optax.contrib.muon(
-        1.0, consistent_rms=0.2, eps=EPSILON, adam_b2=0.95, muon_weight_dimension_numbers=lambda _: axes
-    )
-    return optax.chain(muon, optax.scale(-1), optax.add_decayed_weights(0.1, mask), optax.scale_by_learning_rate(rate))
-
-
-def plain_adafactor(mask, rate):
-    return optax.adafactor(rate, weight_decay_rate=lambda count: 0.1 * rate(count), weight_decay_mask=mask)
-
-
-CASES = {
-    "adamw": Case(
-        None,
-        lambda mask, rate: optax.adamw(rate, b2=0.95, eps=EPSILON, weight_decay=0.1, mask=mask),
-        {"epsilon": EPSILON},
-    ),
-    "lion": Case(
-        None,
-        lambda mask, rate: optax.lion(rate, b2=0.95, weight_decay=0.1, mask=mask),
-        {"optimizer": "lion"},
-    ),
-    "adafactor": Case(None, plain_adafactor, {"optimizer": "adafactor"}, {"hidden": 128}),
-    "muon": Case(None, plain_muon, {"optimizer": "muon", "epsilon": EPSILON}),
-    "optax.adamw": Case(
-        lambda c: optax.adamw(c.learning_rate, eps=EPSILON, mask=c.decay_mask),
-        lambda mask, rate: optax.adamw(rate, eps=EPSILON, mask=mask),
-    ),
-    "momentum": Case(
-        lambda c: optax.sgd(c.learning_rate, momentum=0.9), lambda mask, rate: optax.sgd(rate, momentum=0.9)
-    ),
-    "two counters": Case(lambda c: twice(c.learning_rate), lambda mask, rate: twice(rate)),
-    "partition": Case(
-        lambda c: optax.partition(two_groups(c.learning_rate, 1e-2), groups),
-        lambda mask, rate: optax.partition(two_groups(rate, 1e-2), groups),
-    ),
-    "masked": Case(lambda c: within(c.learning_rate, c.decay_mask), lambda mask, rate: within(rate, mask)),
-    "optax.adafactor": Case(
-        lambda c: c.per_layer(optax.adafactor(c.learning_rate, min_dim_size_to_factor=16)),
-        lambda mask, rate: optax.adafactor(rate, min_dim_size_to_factor=16),
-    ),
-    "lamb": Case(
-        lambda c: c.per_layer(optax.lamb(c.learning_rate, mask=c.decay_mask, weight_decay=0.1)),
-        lambda mask, rate: optax.lamb(rate, mask=mask, weight_decay=0.1),
-    ),
-}
-
-
-def training_of(case: Case, layout: str = "interleaved", **options) -> Training:
-    chosen = {"model": MODEL} | LAYOUTS[layout]
-    chosen["model"] = dataclasses.replace(chosen["model"], **case.model)
-    run = small.make_run(**chosen, train=case.options | options)
-    return make_training(run, make_mesh(run.parallel), optimizer=case.make)
-
-
-def split(tree):
-    """The tree with a list of layers as blocks."""
-    layers = len(jax.tree.leaves(tree["blocks"])[0])
-    return {**tree, "blocks": [jax.tree.map(lambda leaf: leaf[n], tree["blocks"]) for n in range(layers)]}  # noqa: B023
-
-
-def joined(tree):
-    """The inverse of `split`."""
-    return {**tree, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *tree["blocks"])}
-
-
-def plain_optimizer(case: Case, training: Training) -> optax.GradientTransformation:
-    """Plain optax's, with clipping."""
-    mask, model = training.model.decay_mask(), training.run.model
-    mask = {**mask, "blocks": [mask["blocks"]] * model.layers}
-    batch = training.run.train.global_batch_size
-    rate = lambda count: 3e-3 * jnp.minimum(1, (count + 1) * batch / (4 * batch))  # in the warm-up  # noqa: E731
-    return optax.chain(optax.clip_by_global_norm(1.0), case.plain(mask, rate))
-
-
-def random_gradients(params, number: int):
-    random = np.random.default_rng(number)
-    return jax.tree.map(lambda leaf: 0.1 * random.standard_normal(leaf.shape).astype(np.float32), params)
-
-
-def start(training: Training):
-    """A state of random parameters and a fresh optimizer, on the layout."""
-    with jax.set_mesh(training.mesh):
-        params = small.place(training, small.busy_params(training.run.model, tensor=training.run.parallel.tensor))
-        init = jax.jit(training.optimizer.init, out_shardings=training.state_sharding.optimizer_state)
-        return params, init(params)
-
-
-def assert_close(got, want):
-    """Each array within 1e-5 of its largest element."""
-    small.assert_gradients_close(got, jax.tree.map(np.asarray, want), 1e-5)
-
-
-@functools.cache
-def updated(training: Training):
-    """One update, compiled with the layout's shardings."""
-    params, state = training.params_sharding, training.state_sharding.optimizer_state
-
-    def update(params, state, gradients):
-        updates, state = training.optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return jax.jit(update, in_shardings=(params, state, params), out_shardings=(params, state))
+from tests.train.optimizer_cases import (
+    CASES,
+    LAYOUTS,
+    MANY,
+    MODEL,
+    STEPS,
+    Case,
+    assert_close,
+    joined,
+    plain_optimizer,
+    random_gradients,
+    split,
+    start,
+    training_of,
+    updated,
+)
 
 
 def grid(*quick: tuple[str, str]):
@@ -219,17 +73,25 @@ def test_updates_are_those_of_plain_optax(name, layout):
     assert_close(small.canonical(params, training), joined(want))
 
 
-def trained_params(training: Training, steps: int):
-    state = training.init_state()
+def started_state(training: Training):
     params, optimizer_state = start(training)
-    state = dataclasses.replace(state, params=params, optimizer_state=optimizer_state)
-    for step in range(steps):
+    state = dataclasses.replace(training.init_state(), params=params, optimizer_state=optimizer_state, ema=())
+    return started(training.run.train, state)
+
+
+def trained(training: Training, state, steps: range):
+    for step in steps:
         state, _ = training.train_step(state, small.make_batch(training.run, step))
-    return small.canonical(state.params, training)
+    return state
 
 
-def plain_params(case: Case, training: Training, steps: int):
-    """The parameters after steps of the unpipelined model on one device."""
+def trees_of(training: Training, state) -> list:
+    """Parameters, and their average if there is one."""
+    return [small.canonical(tree, training) for tree in (state.params, state.ema) if jax.tree.leaves(tree)]
+
+
+def plain_trees(case: Case, training: Training, steps: int):
+    """As `trees_of`, after steps of the unpipelined model on one device with plain optax."""
     run = dataclasses.replace(training.run, parallel=small.make_run(microbatches=1, model=MODEL).parallel)
     model, plain = small.build_model(training.run.model, recompute="none"), plain_optimizer(case, training)
     params = split(small.busy_params(training.run.model))
@@ -240,18 +102,46 @@ def plain_params(case: Case, training: Training, steps: int):
         updates, state = plain.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    state = plain.init(params)
+    state, average, decay = plain.init(params), params, training.run.train.ema_decay
     for number in range(steps):
         params, state = step(params, state, small.make_batch(run, number))
-    return joined(params)
+        average = optax.incremental_update(params, average, 1 - (decay or 0))
+    return [joined(tree) for tree in ([params] if decay is None else [params, average])]
 
 
-@grid(("momentum", "zero1"))
-def test_training_is_that_of_the_unpipelined_model_with_plain_optax(name, layout):
-    """Without biases: the gradient of attention's key bias is zero but for rounding, of which Adam would make a step."""
-    case = CASES[name]
-    training = training_of(case._replace(model={**case.model, "biases": False}), layout)
-    assert_close(trained_params(training, STEPS), plain_params(case, training, STEPS))
+def without_biases(case: Case) -> Case:
+    """The gradient of attention's key bias is zero but for rounding, of which Adam would make a step."""
+    return case._replace(model={**case.model, "biases": False})
+
+
+def test_training_is_that_of_the_unpipelined_model_with_plain_optax():
+    training = training_of(without_biases(CASES["momentum"]), "zero1")
+    got = trees_of(training, trained(training, started_state(training), range(STEPS)))
+    for one, want in zip(got, plain_trees(CASES["momentum"], training, STEPS), strict=True):
+        assert_close(one, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_twenty_steps_resumed_on_another_layout_are_those_of_plain_optax(name, layout, tmp_path):
+    """Half of them on one layout, the others after a checkpoint on another one of a model with as many layers."""
+    case = without_biases(CASES[name])
+    other = {"interleaved": "zero3", "zero1": "interleaved", "zero3": "zero1", "uneven": "uneven, resumed"}[layout]
+    one, two = (training_of(case, on, learning_rate_decay="constant") for on in (layout, other))
+    state = restored(one, two, trained(one, started_state(one), range(MANY // 2)), tmp_path)
+    got = trees_of(two, trained(two, state, range(MANY // 2, MANY)))
+    for tree, want in zip(got, plain_trees(case, one, MANY), strict=True):
+        assert_close(tree, want)
+
+
+def restored(one: Training, other: Training, state, directory):
+    """A state of one layout, saved and read on another."""
+    meta = run_meta(one.run, None)
+    checkpoints = Checkpoints(directory, OutputConfig(), meta)
+    checkpoints.save(one.state_layout, state, Progress(step=1))
+    checkpoints.close()
+    return reader.load(choose(directory, "auto")[0], other.run, other.state_layout, meta["tokenizer"])[0]
 
 
 @pytest.mark.parametrize(
@@ -266,12 +156,8 @@ def test_training_is_that_of_the_unpipelined_model_with_plain_optax(name, layout
 )
 def test_a_state_is_restored_on_another_layout(name, layouts, tmp_path):
     one, other = (training_of(CASES[name], layout) for layout in layouts)
-    state, meta = small.random_state(one), run_meta(one.run, None)
-    checkpoints = Checkpoints(tmp_path, OutputConfig(), meta)
-    checkpoints.save(one.state_layout, state, Progress(step=1))
-    checkpoints.close()
-    path, _ = choose(tmp_path, "auto")
-    got, _, _ = reader.load(path, other.run, other.state_layout, meta["tokenizer"])
+    state = small.random_state(one)
+    got = restored(one, other, state, tmp_path)
     for leaf, sharding in zip(jax.tree.leaves(got), jax.tree.leaves(other.state_sharding), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     want, found = (to_canonical(tree, training.where) for tree, training in ((state, one), (got, other)))
@@ -328,16 +214,11 @@ def test_the_memory_model_has_the_bytes_of_the_state(optimizer):
     assert bytes_per_device(training.run)["optimizer"] == pytest.approx(sum(jax.tree.leaves(held)), rel=0.05)
 
 
-def test_whole_layers():
-    sizes, split = {"data": 4, "pipe": 2, "tensor": 2, "expert": 2}, P(None, "pipe", None, "data", "tensor")
-    assert whole_layers(split, (1, 2, 8, 32, 32), sizes) == P(None, "pipe", ("data", "tensor"), None, None)
-    assert whole_layers(split, (2, 2, 4, 32, 32), sizes) == P("tensor", "pipe", "data", None, None)
-    assert whole_layers(split, (1, 2, 4, 32, 32), sizes) == P(None, "pipe", "data", None, "tensor")
-    assert whole_layers(split, (1, 2, 3, 32, 32), sizes) == P(None, "pipe", None, None, "tensor")
-    experts = P(None, "pipe", None, "expert", "data", "tensor")
-    assert whole_layers(experts, (1, 2, 4, 8, 32, 32), sizes) == P(None, "pipe", "data", "expert", None, "tensor")
-    both = P(None, "pipe", None, ("data", "expert"))
-    assert whole_layers(both, (1, 2, 8, 32), sizes) == P(None, "pipe", ("data", "expert"), None)
+def test_the_layers_of_a_stage_are_distributed_over_replicas_and_their_tensor_groups():
+    assert layer_counts(8, 4, 2) == (2, 1, 0)
+    assert layer_counts(12, 1, 8) == (12, 1, 4)  # of GPT-3 175B on 8 x 8
+    assert layer_counts(3, 2, 2) == (2, 1, 0)  # a layer of zeros
+    assert layer_counts(4, 16, 1) == (1, 1, 0)
 
 
 def test_each_matrix_of_muon_is_resharded_before_and_after_newton_schulz_and_no_product_communicates():

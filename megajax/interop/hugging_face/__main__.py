@@ -46,7 +46,7 @@ def _export(options: argparse.Namespace) -> str:
     from megajax.interop.hugging_face.export import export_run
 
     out = pathlib.Path(options.out)
-    size = export_run(pathlib.Path(options.run), out, options.step, options.dtype, options.max_shard_size)
+    size = export_run(pathlib.Path(options.run), out, options.step, options.dtype, options.max_shard_size, options.ema)
     return f"{out}: {size['family']}, {size['step']}, {size['dtype']}, {size['files']} safetensors file(s)"
 
 
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("run", metavar="RUN", type=local_path, help="the run directory")
     add.add_argument("--out", metavar="DIR", type=local_path, required=True, help="the directory to write")
     add.add_argument("--step", metavar="STEP", type=whole(low=0), help="of the checkpoint (default: the newest)")
+    add.add_argument("--ema", action="store_true", help="the averaged weights, of a run with --ema-decay")
     add.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: the source's, or fp32)"
     )

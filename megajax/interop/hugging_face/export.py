@@ -19,6 +19,7 @@ import numpy as np
 from megajax.checkpoint import layout, reader
 from megajax.checkpoint.directory import NAME, complete_steps
 from megajax.checkpoint.run_files import MODEL, TOKENIZER
+from megajax.checkpoint.shapes import shape_problem
 from megajax.checkpoint.streamed import open_leaf
 from megajax.checkpoint.writer import on_all_processes
 from megajax.config import (
@@ -78,6 +79,7 @@ def export_run(
     step: int | None = None,
     dtype: str | None = None,
     largest: int = 5 * 10**9,
+    ema: bool = False,
 ) -> dict[str, str]:
     """Writes the directory; nothing of it is there before it is complete. All processes call it.
 
@@ -87,6 +89,7 @@ def export_run(
       step: of the checkpoint; None: the newest.
       dtype: of DTYPES; None: that of the config.json that the run has started from, or fp32.
       largest: bytes of a shard.
+      ema: writes the averaged weights.
 
     Returns:
       "step", "family", "dtype" and "files", for the command's message.
@@ -104,7 +107,8 @@ def export_run(
     name, numpy_dtype = DTYPES[dtype]
     reader.verify(path)
     tokenizer = _tokenizer(run_dir, reader.read_meta(path)["tokenizer"]["name"], needed=not original)
-    shapes, sizes = _leaves(path, model), axis_sizes(model)
+    part = "ema" if ema else "params"
+    shapes, sizes = _leaves(path, model, part), axis_sizes(model)
     pieces, tensors = {leaf: pieces_of(family.name, leaf, model.layer_kinds) for leaf in shapes}, {}
     for piece in itertools.chain(*pieces.values()):
         tensors |= dict.fromkeys(tensor_names(piece, sizes), tensor_shape(piece, sizes))
@@ -113,9 +117,9 @@ def export_run(
         on_all_processes("export/create", lambda: shards.create() if jax.process_index() == 0 else None)
 
         def write_own() -> None:
-            for number, (leaf, box) in enumerate(_boxes(path, shapes, pieces, sizes)):
+            for number, (leaf, box) in enumerate(_boxes(path, part, shapes, pieces, sizes)):
                 if number % jax.process_count() == jax.process_index():
-                    _write_box(shards, path, leaf, pieces[leaf], box, sizes)
+                    _write_box(shards, open_leaf(path, f"{part}/{leaf}"), pieces[leaf], box, sizes)
 
         on_all_processes("export/tensors", write_own)
         if jax.process_index() == 0:
@@ -220,8 +224,10 @@ def _usual_dtype(original: dict) -> str:
     return next((ours for ours, (theirs, _) in DTYPES.items() if theirs == name), "fp32")
 
 
-def _leaves(path: pathlib.Path, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _leaves(path: pathlib.Path, model: ModelConfig, part: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the parameters, as the checkpoint stores them.
+
+    `part`: "params", or "ema" for their averages.
 
     Raises:
       ConfigError: one is missing or of another shape.
@@ -231,18 +237,20 @@ def _leaves(path: pathlib.Path, model: ModelConfig) -> dict[str, tuple[int, ...]
     stored = layout.named(reader.arrays_in(path))
     rows, found = padded_vocabulary(model.vocabulary, 1), {}
     for name, leaf in wanted.items():
-        have = stored.get(f"params/{name}")
+        have = stored.get(f"{part}/{name}")
+        if have is None and part == "ema":
+            raise ConfigError(f"checkpoint {path} {shape_problem('ema/', {}, (), run)}.")
         if have is None:
             raise ConfigError(f"checkpoint {path} has no params/{name}: it is of another model than its metadata says")
         shape = tuple(have.shape)
         padded = leaf.shape[0] == rows and shape[1:] == leaf.shape[1:] and shape[0] >= model.vocabulary
         if shape != leaf.shape and not padded:
-            raise ConfigError(f"checkpoint {path}: params/{name} has shape {shape}, and its model's has {leaf.shape}")
+            raise ConfigError(f"checkpoint {path}: {part}/{name} has shape {shape}, and its model's has {leaf.shape}")
         found[name] = shape
     return found
 
 
-def _boxes(path, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, tuple[slice, ...]]]:
+def _boxes(path, part, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, tuple[slice, ...]]]:
     """Regions of all leaves that are read at once: whole stored chunks, and at most PART_BYTES where chunks are smaller.
 
     A region is whole but for layers, experts and its first piece's leading axis, so that it has whole rows of the tensors.
@@ -253,7 +261,7 @@ def _boxes(path, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, tuple[s
             continue
         first = stacked_axes(pieces[0])
         axis = first + lead_axis(pieces[0])
-        stored = open_leaf(path, f"params/{name}").chunk_layout.read_chunk.shape or shape
+        stored = open_leaf(path, f"{part}/{name}").chunk_layout.read_chunk.shape or shape
         step = [*map(min, shape[:first], stored), *shape[first:]]
         last = list(shape)
         last[axis] = min(shape[axis], sizes[pieces[0].theirs[0]])  # without the vocabulary's padding
@@ -263,8 +271,8 @@ def _boxes(path, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, tuple[s
             yield name, box
 
 
-def _write_box(shards: Shards, path, name: str, pieces: tuple[Piece, ...], box: tuple[slice, ...], sizes) -> None:
-    values = open_leaf(path, f"params/{name}")[box].read().result()
+def _write_box(shards: Shards, stored, pieces: tuple[Piece, ...], box: tuple[slice, ...], sizes) -> None:
+    values = stored[box].read().result()
     for piece in pieces:
         first = stacked_axes(piece)
         start = box[first + lead_axis(piece)].start * rows_of(piece, sizes)

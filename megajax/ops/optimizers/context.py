@@ -9,6 +9,7 @@ import optax
 
 from megajax.config import TrainConfig
 from megajax.ops.optimizers.stacked import per_layer
+from megajax.sharding.whole_layers import Part, on_whole_layers
 
 Tree = Any
 Rate = Callable[[jax.Array], jax.Array]
@@ -24,13 +25,14 @@ class OptimizerContext:
 
     Attributes:
       train: the options of the run.
-      decay_mask: bools, whether weight decay applies (`PipelineModel.decay_mask`).
+      decay_mask: bools, whether weight decay applies: `PipelineModel.decay_mask`, without `train.no_weight_decay`.
       logical_axes: tuples of names; of blocks they start with "layers", which stands for the three axes.
       rate_at, decay_at: learning rate and weight decay as functions of the samples trained on, int32 scalars that include
         the update's own; `update` is given them as its keyword argument `samples`.
       vocabulary: tokens of the model, if it has a vocabulary; an axis of that name is padded with rows of zeros.
-      on_whole_layers: `(function, tree)` -> the function of a tree like (some of) the parameters, computed where a device
-        has whole arrays of some layers; see `megajax.sharding.optimizer_state.whole_layers`.
+      on_whole_layers: `(function, tree)` -> the function of each leaf of a tree like (some of) the parameters of blocks,
+        computed where a device has whole arrays of some layers; see `megajax.sharding.whole_layers`.
+      model_decay_mask: `PipelineModel.decay_mask` itself; None: it is `decay_mask`.
       samples_after: the samples trained on after an update, as a function of the number of updates before it.
     """
 
@@ -41,7 +43,8 @@ class OptimizerContext:
     decay_at: Rate
     samples_after: Rate
     vocabulary: int | None = None
-    on_whole_layers: Callable[[Callable[[Tree], Tree], Tree], Tree] = lambda function, tree: function(tree)
+    on_whole_layers: Callable[[Callable[[tuple, Part], jax.Array], Tree], Tree] = on_whole_layers()
+    model_decay_mask: Tree | None = None
 
     def learning_rate(self, count: jax.Array) -> jax.Array:
         """The run's learning rate as a schedule of optax, a function of the updates before: `optax.lion(it)`.
@@ -75,3 +78,16 @@ class OptimizerContext:
     def per_layer(self, transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
         """The transformation with each layer's array as a parameter of its own, see `stacked.per_layer`."""
         return per_layer(transformation)
+
+
+def with_rates(
+    transformation: optax.GradientTransformation, context: OptimizerContext
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation, then `OptimizerContext.scale_by_rates`, which has no state."""
+    rates = context.scale_by_rates()
+
+    def update(gradients, state, params, **more):
+        updates, state = transformation.update(gradients, state, params)
+        return rates.update(updates, optax.EmptyState(), params, **more)[0], state
+
+    return optax.GradientTransformationExtraArgs(transformation.init, update)
