@@ -17,6 +17,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.live import Live
 
+from megajax.config import RunConfig
+from megajax.estimate.flops import flops_per_step
+from megajax.estimate.gpus import Peak
 from megajax.train.expert_load import load_record
 from megajax.train.log_file import LogFile
 from megajax.train.sinks import Sink
@@ -44,6 +47,17 @@ class Throughput:
             **({"mfu": flops_per_second / self.peak_flops} if self.peak_flops else {}),
         }
         return dict.fromkeys(found) if compiled else found
+
+
+def throughput_of(run: RunConfig, peak: Peak | None, batch: int) -> Throughput:
+    """Converts the times of steps of `batch` samples into tokens/s, TFLOP/s and, where there is a peak, MFU."""
+    share = batch / run.train.global_batch_size
+    return Throughput(
+        tokens_per_step=batch * getattr(run.model, "sequence_length", 1),
+        flops_per_step=share * flops_per_step(run),
+        devices=run.parallel.devices,
+        peak_flops=peak and peak.flops,
+    )
 
 
 def step_record(

@@ -26,6 +26,7 @@ from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog, is_peer_error
 from megajax.schedules.errors import counted
+from megajax.train.callbacks import Callbacks, Control, Result, check_callbacks
 from megajax.train.check import model_to_check
 from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batches, Progress, TrainerHooks, train
@@ -38,22 +39,6 @@ from megajax.train.user_batches import user_data
 from megajax.train.validation import Evaluation
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The result of a run.
-
-    Attributes:
-      state: parameters (fp32, sharded, blocks in pipeline layout), optimizer state, loss scale.
-      metrics: the record of the last step (`logging.step_record`): loss, grad_norm, samples, ...; if none was left, that of
-        an earlier session's log, empty if it has none.
-      stopped: why the run stopped before its last step; None if it did not.
-    """
-
-    state: TrainState
-    metrics: Mapping[str, float | None]
-    stopped: str | None = None
-
-
 class Trainer:
     """Trains a run's model on its devices.
 
@@ -63,6 +48,7 @@ class Trainer:
       tokenizer: of the run's text; None with batches of the user's.
       directory: the files that the run writes.
       mesh, training: the device mesh, and the compiled programs.
+      callbacks: as given.
     """
 
     def __init__(
@@ -75,6 +61,7 @@ class Trainer:
         validation_data: Batches | Mapping[str, Batches] | None = None,
         rules: Any = None,
         optimizer: MakeOptimizer | None = None,
+        callbacks: Sequence[Any] = (),
         devices: Sequence[jax.Device] | None = None,
     ):
         """Validates the configuration and builds the programs; nothing is compiled before the first step.
@@ -91,14 +78,17 @@ class Trainer:
           rules: the sharding rules; None: the model's.
           optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None:
             that of `run.train`.
+          callbacks: called between the steps, in this order: objects with some of the methods of `Callback`.
           devices: None: all that jax has.
 
         Raises:
           ConfigError: the configuration is not legal, or its data cannot be read.
         """
+        check_callbacks(callbacks)
         devices = jax.devices() if devices is None else devices
         run.validate(len(devices))
         self.run = run = resolved_layout(run, gpu_of(devices[0]))
+        self.callbacks = tuple(callbacks)
         self.request, self._fitted = output if isinstance(output, Request) else None, False
         self.output = output = output.output if isinstance(output, Request) else output
         if data is None:
@@ -133,6 +123,7 @@ class Trainer:
           ConfigError: the checkpoint to resume from is damaged or of another model, the data ended, the run's last
             checkpoint could not be written, a step was not finite (see `loop.train`), or `fit` was called before.
           ReplicasDiffer: a check of `output.check_every` found devices whose copies of the state differ.
+          Exception: of a callback.
         """
         if self._fitted:
             raise ConfigError(
@@ -155,28 +146,32 @@ class Trainer:
             for line in (*self.describe(peak), *checked, *self._changed(), *self.directory.messages):
                 log.message(line)
             files = self.directory
+            control = Control(self.run, files.directory, preemption, log)
+            callbacks = Callbacks(self.callbacks, control, goodput, watchdog)
             hooks = TrainerHooks(
-                files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas, evaluations
+                files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas, evaluations, callbacks
             )
             loop = {"resume": resume, "hooks": hooks, "goodput": goodput}
             try:
                 with Prefetch(self.data.batches, self.training.batch_sharding) as batches:
                     state, metrics = train(self.training, batches, self.data.validation, log, peak, **loop)
                 log.message(f"waited {batches.waited:.2f} s for data, the first batch included")
+                metrics = metrics or files.last_record(resume[1].step if resume else 0)
+                result = Result(state, metrics, preemption.reason)
+                callbacks.end(result)
             except BaseException as error:
                 # A save in progress needs the other processes: without them nothing is waited for.
                 alone = jax.process_count() > 1 and is_peer_error(error)
-                for text in self.directory.close(wait=not alone):
+                for text in (*files.close(wait=not alone), *callbacks.failed(error)):
                     log.message(text)
                 raise
             else:
-                for text in self.directory.close():
+                for text in files.close():
                     log.message(text)
             finally:
                 goodput.write()
             log.message(goodput.describe())
-        metrics = metrics or self.directory.last_record(resume[1].step if resume else 0)
-        return Result(state, metrics, preemption.reason)
+        return result
 
     def _imported_state(self, read: Callable[[str, Training], Any] | None) -> tuple[TrainState, Progress] | None:
         """A fresh state with the parameters of `init_from`; None without that option."""
