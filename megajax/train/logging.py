@@ -24,6 +24,7 @@ from megajax.train.expert_load import load_record
 from megajax.train.log_file import LogFile
 from megajax.train.sinks import Sink
 from megajax.train.step_line import StepBar, plain_line
+from megajax.train.tracking.tracker import Tracker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +172,7 @@ class RunLog:
         console: Console | None = None,
         sinks: Sequence[Sink] = (),
         file: LogFile | None = None,
+        tracker: Tracker | None = None,
     ):
         """A log of a run.
 
@@ -181,11 +183,12 @@ class RunLog:
           console: of the progress bar or lines; standard output if None.
           sinks: destinations of the records; closed at the end.
           file: receives all plain lines with their time, also when the console shows a bar; closed at the end.
+          tracker: receives the records too; closed at the end.
         """
         self.steps = steps
         self.every = every
         self.console = console or Console(file=Output(sys.stdout), highlight=False, markup=False, soft_wrap=True)
-        self._sinks, self._file = sinks, file
+        self._sinks, self._file, self.tracker = sinks, file, tracker
         self._files = [sink.file for sink in sinks] + ([file] if file else [])
         self._drops = False
         self._live: Live | None = None  # the bar's place on the terminal
@@ -203,6 +206,8 @@ class RunLog:
         self.complete({})  # an error may have come first
         if self._drops:
             self.message(f"warning: records dropped: {self._dropped()}")
+        for text in self.tracker.close() if self.tracker else []:
+            self.message(text)
         for file in self._files:
             file.close()
 
@@ -271,6 +276,10 @@ class RunLog:
         for sink in self._sinks:
             sink.write(record)
         self._report_drops()
+        if self.tracker:
+            self.tracker.write(record)
+            for text in self.tracker.messages():
+                self.message(text)
 
     def _draw(self) -> None:
         """Draws the bar, unless it was drawn in the last tenth of a second: that takes longer than all other logging."""

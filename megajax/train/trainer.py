@@ -147,7 +147,8 @@ class Trainer:
                 log.message(line)
             files = self.directory
             control = Control(self.run, files.directory, preemption, log)
-            callbacks = Callbacks(self.callbacks, control, goodput, watchdog)
+            tracker = [log.tracker] if log.tracker else []
+            callbacks = Callbacks([*self.callbacks, *tracker], control, goodput, watchdog)
             hooks = TrainerHooks(
                 files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas, evaluations, callbacks
             )
