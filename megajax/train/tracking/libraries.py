@@ -117,7 +117,7 @@ class Wandb:
 
     def end(self, state: str, reason: str | None) -> None:
         """See `Library`."""
-        self._run.summary.update({"state": state, **({"reason": reason} if reason else {})})
+        self._run.summary.update({"state": state, "reason": reason})
         self._run.finish(exit_code=int(state == "failed"))
 
 
