@@ -11,13 +11,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 
 from megajax.config import ConfigError, ModelConfig, OutputConfig, RunConfig
 from megajax.config.cli import Request
 from megajax.config.compare import changed_options, library_defaults
+from megajax.config.errors import near
 from megajax.data.prefetch import Prefetch
 from megajax.data.source import open_data
 from megajax.estimate.auto import resolved_layout
@@ -39,6 +40,27 @@ from megajax.train.user_batches import user_data
 from megajax.train.validation import Evaluation
 
 
+class OwnParts(TypedDict, total=False):
+    """Arguments of a `Trainer` that replace what the configuration selects; each may be left out, or None.
+
+    Attributes:
+      model: the PipelineModel's class; None: the one that is registered for the type of `run.model`.
+      data: the training batches: `batch(consumed_samples)` returns a dict of arrays [microbatches, samples a microbatch,
+        ...] with the run's batch size; None: `run.data`.
+      validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
+        validation.
+      rules: the sharding rules; None: the model's.
+      optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None:
+        that of `run.train`.
+    """
+
+    model: type | None
+    data: Batches | None
+    validation_data: Batches | Mapping[str, Batches] | None
+    rules: Any
+    optimizer: MakeOptimizer | None
+
+
 class Trainer:
     """Trains a run's model on its devices.
 
@@ -56,13 +78,9 @@ class Trainer:
         run: RunConfig,
         *,
         output: OutputConfig | Request = OutputConfig(),  # noqa: B008 (frozen)
-        model: type | None = None,
-        data: Batches | None = None,
-        validation_data: Batches | Mapping[str, Batches] | None = None,
-        rules: Any = None,
-        optimizer: MakeOptimizer | None = None,
         callbacks: Sequence[Any] = (),
         devices: Sequence[jax.Device] | None = None,
+        **own: Unpack[OwnParts],
     ):
         """Validates the configuration and builds the programs; nothing is compiled before the first step.
 
@@ -70,20 +88,17 @@ class Trainer:
           run: what to train, on which mesh, how long, on which data.
           output: the files that the run writes, and when it stops early; or the command line that configured the run, for
             its config.toml and the log's first lines.
-          model: the PipelineModel's class; None: the one that is registered for the type of `run.model`.
-          data: the training batches: `batch(consumed_samples)` returns a dict of arrays [microbatches, samples a microbatch,
-            ...] with the run's batch size; None: `run.data`.
-          validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
-            validation.
-          rules: the sharding rules; None: the model's.
-          optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None:
-            that of `run.train`.
           callbacks: called between the steps, in this order: objects with some of the methods of `Callback`.
           devices: None: all that jax has.
+          own: model, data, validation_data, rules, optimizer: see `OwnParts`.
 
         Raises:
           ConfigError: the configuration is not legal, or its data cannot be read.
+          TypeError: there is no such argument.
         """
+        for name in own.keys() - OwnParts.__annotations__.keys():
+            raise TypeError(f"Trainer has no argument {name}: {near(name, OwnParts.__annotations__)}")
+        model, data, rules, optimizer = (own.get(name) for name in ("model", "data", "rules", "optimizer"))
         check_callbacks(callbacks)
         devices = jax.devices() if devices is None else devices
         run.validate(len(devices))
@@ -94,7 +109,7 @@ class Trainer:
         if data is None:
             self.data = open_data(run)
         else:
-            self.data = user_data(data, validation_data, run, model_to_check(run, model, rules))
+            self.data = user_data(data, own.get("validation_data"), run, model_to_check(run, model, rules))
         self.tokenizer = self.data.tokenizer
         require_same_run(run, output, self.data.loaders, self.tokenizer, own_classes(model, data, optimizer))
         self.directory = RunDirectory(run, output, self.tokenizer, self.request)

@@ -1,6 +1,8 @@
 """Callbacks: what they are given and when, what they may ask for, and what their errors do."""
 
+import pathlib
 import random
+import re
 import threading
 import time
 import types
@@ -212,6 +214,21 @@ def test_any_object_with_one_of_the_methods_will_do():
     check_callbacks([one, Callback()])
     run_loop(hooks={"callbacks": Callbacks([one, Callback()])}, validation_batches=0)
     assert seen == list(range(1, 11))
+
+
+def test_the_example_of_the_docs(capsys):
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "megajax.Callback" in code]
+    space = {}
+    exec(code, space)
+    asked = []
+    control = types.SimpleNamespace(is_first=True, save=lambda: asked.append("save"), stop=asked.append)
+    example = space["StopEarly"]()
+    check_callbacks([example])
+    for norm, loss in ((1.0, 3.0), (101.0, 2.4)):
+        example.on_step(control, {"grad_norm": norm})
+        example.on_validation(control, {"validation/loss": loss})
+    assert asked == ["save", "the validation loss is low enough"] and "validation 2.4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,8 +1,11 @@
 """Trackers: what their libraries are given, and that one that fails, is slow or blocks costs the training nothing."""
 
+import functools
 import io
+import itertools
 import json
 import math
+import statistics
 import sys
 import time
 import types
@@ -14,15 +17,19 @@ from rich.console import Console
 from megajax import OutputConfig
 from megajax.checkpoint.directory import complete_steps
 from megajax.config import ConfigError
+from megajax.config.output import TRACKERS
 from megajax.train import run_directory
 from megajax.train import trainer as trainer_module
+from megajax.train.callbacks import Callbacks
 from megajax.train.logging import RunLog
 from megajax.train.sinks import read_steps
 from megajax.train.tracking import tracker as tracker_module
-from megajax.train.tracking.tracker import QUEUE, Tracker, require_library
+from megajax.train.tracking.tracker import QUEUE, Tracker, request_of, require_library
 from megajax.train.trainer import Trainer
+from tests.train import test_loop
 from tests.train.test_callbacks import Fixed, Watcher
 from tests.train.test_logging import record
+from tests.train.test_loop import MeanTraining, run_loop
 from tests.train.test_trainer import Batches, make_run
 
 WAIT = 2.0  # --track-wait of these tests
@@ -199,3 +206,54 @@ def test_a_library_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
 def test_options_without_an_effect_are_refused(output, said):
     with pytest.raises(ConfigError, match=said):
         OutputConfig(**output).validate()
+
+
+class Sleeping(MeanTraining):
+    """Steps of 20 ms."""
+
+    def train_step(self, state, batch, hold):
+        time.sleep(0.02)
+        return state, {"loss": 2.5, "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0, "skipped": 0}
+
+
+class EverySecondBlock:
+    """A tracker that gets the records of every second ten steps."""
+
+    def __init__(self, tracker: Tracker):
+        self.tracker = tracker
+
+    def write(self, record):
+        if record["step"] // 10 % 2:
+            self.tracker.write(record)
+
+    def messages(self):
+        return self.tracker.messages()
+
+    def close(self):
+        return self.tracker.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["", *FAILURES, "slow", "wandb", "mlflow", "trackio"])
+def test_steps_take_as_long_as_without_a_tracker(tmp_path, monkeypatch, request, how):
+    """In one run, steps with and without their records tracked, by a fake or a real library."""
+    if how in TRACKERS:
+        pytest.importorskip(how)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    else:
+        request.getfixturevalue("fake").fails(how)
+    output = OutputConfig(run_dir=str(tmp_path), track=how if how in TRACKERS else "wandb", track_wait=5.0)
+    times, tracker = [], Tracker(request_of(output, "first", {"config": {}}, 0))
+    watcher = Watcher(on_step=lambda control, record: times.append(time.perf_counter()))
+    monkeypatch.setattr(test_loop, "MeanTraining", Sleeping)
+    monkeypatch.setattr(test_loop, "EventLog", functools.partial(test_loop.EventLog, tracker=EverySecondBlock(tracker)))
+    steps = {"steps": 800, "validation_batches": 0, "log_every": 10**6}
+    run_loop(hooks={"callbacks": Callbacks([watcher])}, **steps)
+    taken = [(step // 10 % 2, after - before) for step, (before, after) in enumerate(itertools.pairwise(times), 1)]
+    # The fast fifth of the steps: the others wait for whatever else the machine does.
+    without, tracked = (statistics.quantiles([one for kind, one in taken if kind == which], n=5)[0] for which in (0, 1))
+    ratio = tracked / without
+    print(f"{how or 'works'}: steps with a tracker take {ratio:.4f} of {1e3 * without:.2f} ms")
+    assert ratio <= 1.01
