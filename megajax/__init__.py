@@ -28,6 +28,8 @@ _MODULES = {
     "Schedule": "megajax.schedules.schedule",
     "make_schedule": "megajax.schedules.registry",
     "register": "megajax.schedules.registry",
+    "Callback": "megajax.train.callbacks",
+    "Control": "megajax.train.callbacks",
     "Trainer": "megajax.train.trainer",
     "check": "megajax.train.check",
 }

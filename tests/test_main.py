@@ -19,6 +19,7 @@ NO_COMMANDS = {
     "megajax",
     "megajax.runtime.coordinator",
     "megajax.runtime.gloo_output",
+    "megajax.train.tracking.process",
     "megajax.data.text.make_corpus",
     "megajax.data.text.make_vocabulary",
     "benchmarks.data_peer",

@@ -40,6 +40,7 @@ class Checkpoints:
     Attributes:
       output: how often to save (`save_every`, for the caller) and what to keep.
       failed: whether the last save failed.
+      completed: (step, directory) of the checkpoints that have become complete; whoever reads the list empties it.
       blocked: seconds for which the last `save` kept the training waiting.
       never_deleted: step whose checkpoint stays, besides those that `output` keeps; the caller sets it. None: no other.
     """
@@ -71,6 +72,7 @@ class Checkpoints:
         self._saves, self._bytes = 0, 0
         self._arrays: dict[str, jax.Array] | None = None  # the last save's copies, where their memory is reused
         self.failed = False
+        self.completed: list[tuple[int, pathlib.Path]] = []
         self.blocked = 0.0
         self.never_deleted: int | None = None
 
@@ -118,6 +120,7 @@ class Checkpoints:
         (step, start, save), self._pending = self._pending, None
         error = save.exception()
         self.failed = error is not None
+        self.completed += [] if error else [(step, self.directory / NAME.format(step))]
         return [self._failure(step, error) if error else self._success(step, time.time() - start)]
 
     def close(self) -> list[str]:

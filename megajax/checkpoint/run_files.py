@@ -23,6 +23,7 @@ GENERATION = "generation_config.json"
 # What runs and the commands around them write, as far as a run may have been stopped before its config.toml.
 OWN = {
     *("checkpoints", "log.jsonl", "tensorboard", "logs", "profile", "run.lock", "run.lock.new", "goodput.jsonl"),
+    *("tracker.json", "tracker.json.new", "wandb"),
     *(TOKENIZER, MODEL, "launch", "best.json", "config.tmp"),
 }
 # Files that people and schedulers put beside a run before it starts.

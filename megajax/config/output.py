@@ -9,6 +9,8 @@ from megajax.schedules.errors import shown
 
 # Names the directory in which the processes of a host keep their replicated state.
 MEMORY_VARIABLE = "MEGAJAX_MEMORY_DIR"
+TRACKERS = ("wandb", "mlflow", "trackio")
+ARTIFACTS = ("none", "last", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,22 @@ class OutputConfig:
         shown_default="log.jsonl in --run-dir",
     )
     tensorboard: bool = setting(True, "write run_dir/tensorboard")
+    track: str | None = setting(
+        None,
+        "also log to this tracker of experiments, from process 0",
+        choices=TRACKERS,
+        shown_default="none",
+    )
+    track_project: str | None = setting(
+        None, "the tracker's project; of mlflow the experiment", shown_default="the library's own variable, or megajax"
+    )
+    track_name: str | None = setting(
+        None, "the run's name in the tracker", text_kind="any", shown_default="that of --run-dir, or the model's"
+    )
+    track_artifacts: str = setting(
+        "none", "checkpoints that are logged as artifacts: the last one of each session, or all", choices=ARTIFACTS
+    )
+    track_wait: float = setting(60.0, "seconds that the end of a run waits for the tracker at most")
     profile: str | None = setting(
         None, "write a jax.profiler trace of these steps to run_dir/profile", metavar="START:STOP"
     )
@@ -76,6 +94,11 @@ class OutputConfig:
         for name in ("profile", "exit_after_minutes", "keep_every", "replicate_state"):
             if getattr(self, name) is not None and self.run_dir is None:
                 raise ConfigError(f"{name} = {getattr(self, name)} has nowhere to write: pass --run-dir DIR too.")
+        for name in ("track_project", "track_name", "track_artifacts"):
+            if self.track is None and getattr(self, name) not in (None, "none"):
+                raise ConfigError(f"{name} = {shown(getattr(self, name))} has no tracker: pass --track wandb too.")
+        if self.track_artifacts != "none" and self.run_dir is None:
+            raise ConfigError(f"track_artifacts = {self.track_artifacts} has no checkpoints: pass --run-dir DIR too.")
         if self.resume != "no" and self.run_dir is None:
             raise ConfigError(f"resume = {self.resume} needs a directory: pass --run-dir DIR too.")
         if self.resume.isdecimal() and not is_count(self.resume):

@@ -149,8 +149,8 @@ def forward_function(
 
     Args:
       functions: as for `gradient_function`; head_loss is not called.
-      collect: `collect(shared, y, microbatch) -> pytree of [n, ...]`, called on the last block's output y. With `options.share_ends` all ranks run it together and the last stage's result
-        counts.
+      collect: `collect(shared, y, microbatch) -> pytree of [n, ...]`, called on the last block's output y. With
+        `options.share_ends` all ranks run it together and the last stage's result counts.
       schedule: a schedule without backwards.
       mesh: as for `gradient_function`.
       options: constrain, specs, share_ends, block_counts and stage_kinds apply.

@@ -73,10 +73,7 @@ class Rank:
         first, count = self.blocks.block_microbatch(0), self.schedule.microbatches
         shapes = jax.eval_shape(self.functions.embed, self.shared, first)
         x = self.constrain(vary(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)))
-        activations, gradients = (
-            jax.vmap(self.constrain)(vary(jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), x)))
-            for slots in (self.table.inbox_slots[direction] + 1 for direction in (FORWARD, BACKWARD))
-        )
+        activations, gradients = (self._empty_inbox(direction, x) for direction in (FORWARD, BACKWARD))
         if self.collect is None:
             stash = ()
             if not self.options.unrolled:
@@ -97,6 +94,11 @@ class Rank:
         unfinished = x if any(segment.overlaps for segment in self.schedule.segments) else ()
         iterations = vary(jnp.int32(0))
         return Carry(stash, activations, gradients, x, unfinished, kept, *totals, output, iterations, records, embedded)
+
+    def _empty_inbox(self, direction: str, x: Tree) -> Tree:
+        slots = self.table.inbox_slots[direction] + 1
+        zeros = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), x)
+        return jax.vmap(self.constrain)(vary(zeros))
 
     def embeds_ahead(self, segment: Segment) -> bool:
         """Whether the segment's ticks are merged or mixed, and so embed for the next tick (`run_ends`)."""

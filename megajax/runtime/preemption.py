@@ -1,29 +1,23 @@
-"""Stops a run before its last step, at a signal or at its time limit. All processes stop after the same step.
+"""Stops a run before its last step: at a signal, at its time limit, or when a callback asks for it.
 
-Several processes agree through jax's coordination service, in a separate thread, so a step costs neither a collective nor
-a transfer to the host. A process that has a reason to stop publishes it. Every process's thread sees it within
-a second, publishes the step that its main thread has reached, and waits at a barrier for the others; while it does, the main
-thread does not start another step. The run stops after the step that follows the latest of these: no process has
-started it, and all of them will.
+All processes stop after the same step, and save after the same one where a callback asks for a checkpoint (`agreement`).
 
 Python runs a signal's handler in the main thread, which may wait in C++ for the end of a step or of a compilation. So a
 thread reads the signals from the descriptor of `signal.set_wakeup_fd`: a second Ctrl-C ends the process at once.
 """
 
-import contextlib
 import os
 import signal
 import sys
 import threading
 import time
 
-from megajax.runtime.compat import coordination_service
+from megajax.runtime.agreement import Agreement
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SLURM and Kubernetes send them before they kill
-REQUEST, REACHED = "megajax/stop/request", "megajax/stop/reached"
 RECEIVED = " received"  # the end of a reason that is a signal
+SAVE = "save"  # a request of `Agreement` that is no reason to stop
 EXIT_INTERRUPTED = 130  # after Ctrl-C, without a save
-INTERVAL = 1.0  # seconds between two reads of the coordination service
 
 
 class Preemption:
@@ -48,11 +42,10 @@ class Preemption:
             self._deadline = (time.monotonic() if started is None else started) + 60 * minutes
         self._minutes, self._signal, self._previous = minutes, 0, {}
         self.reason: str | None = None  # why the run stopped; None while it runs
-        joined = coordination_service()  # jax.process_count() would start the devices
-        self._client, self._id, self._count = joined.client, joined.process_id, joined.num_processes
-        self._agreement = threading.Lock()  # held by the thread while the processes agree on the step
-        self._reached, self._last, self._agreed_reason = 0, None, None
-        self._closed = threading.Event()
+        self.save_due = False  # whether a checkpoint was asked for that is saved after the step of the last `after`
+        self._stop: str | None = None
+        self._save = False
+        self._agreement = Agreement("stop", self._own_request, repeats=lambda text: text == SAVE)
 
     def __enter__(self) -> "Preemption":
         self._pipe = os.pipe()
@@ -61,12 +54,11 @@ class Preemption:
         threading.Thread(target=self._read_signals, args=self._pipe[:1], daemon=True, name="signals").start()
         for number in self._signals:
             self._previous[number] = signal.signal(number, self._receive)
-        if self._count > 1:
-            threading.Thread(target=self._poll, daemon=True, name="preemption").start()
+        self._agreement.__enter__()
         return self
 
     def __exit__(self, *exception) -> None:
-        self._closed.set()
+        self._agreement.__exit__(*exception)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
@@ -96,41 +88,30 @@ class Preemption:
             return signal.Signals(self._signal).name + RECEIVED
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return f"--exit-after-minutes {self._minutes:g} are over"
-        return None
+        return self._stop
+
+    def _own_request(self) -> str | None:
+        return self._own_reason() or (SAVE if self._save else None)
+
+    def stop(self, reason: str) -> None:
+        """Stops the run, as a signal does. Any thread of any process may call it."""
+        self._stop = self._stop or reason
+
+    def save(self) -> None:
+        """Asks for a checkpoint, as soon as all processes can save one of the same step."""
+        self._save = True
 
     def after(self, step: int) -> str | None:
         """Why the run must stop after `step`; None: it continues.
 
         Every process calls it once for each step, after the step's dispatch and before that of the next.
         """
-        if self._count == 1:
-            self.reason = self._own_reason()
-            return self.reason
-        with self._agreement:
-            self._reached = step
-            if self._last is not None and step >= self._last:
-                self.reason = self._agreed_reason
+        request = self._agreement.after(step)
+        self.save_due = request == SAVE
+        if self.save_due:
+            self._save = False
+        self.reason = None if self.save_due else request
         return self.reason
-
-    def _poll(self) -> None:
-        """The thread: publishes this process's reason, looks for any process's, and agrees on the last step."""
-        published = False
-        while not self._closed.wait(INTERVAL):
-            with contextlib.suppress(Exception):  # not found, or process 0 is gone, which is the watchdog's business
-                if not published and (reason := self._own_reason()):
-                    self._client.key_value_set(REQUEST, reason, allow_overwrite=True)
-                    published = True
-                self._client.key_value_try_get(REQUEST)
-                self._agree()
-                return
-
-    def _agree(self) -> None:
-        with self._agreement:
-            self._client.key_value_set(f"{REACHED}/{self._id}", str(self._reached), allow_overwrite=True)
-            self._client.wait_at_barrier(REACHED, 1000 * 3600)
-            # A process publishes its reason before it arrives at the barrier: all read the same one here.
-            self._agreed_reason = self._client.key_value_try_get(REQUEST)
-            self._last = 1 + max(int(step) for _, step in self._client.key_value_dir_get(f"{REACHED}/"))
 
 
 def ignore_signals() -> None:

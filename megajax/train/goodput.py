@@ -11,6 +11,7 @@ A session is one start of the run. Its time is divided without overlap into
     validation  validations
     checking    comparing replicas, and timing the processes (--check-every)
     saving      waiting for checkpoints and for replicated state
+    callbacks   callbacks of the user's
 
 and lost has the rest: steps that a later session repeated, and the time between two sessions. RUN_DIR/goodput.jsonl has
 lines of JSON: one when a session starts, then its account so far, often enough that a killed session loses at most 2% of it
@@ -26,7 +27,7 @@ from typing import Any
 
 from megajax.schedules.errors import counted
 
-CATEGORIES = ("start", "steps", "compiling", "data", "validation", "checking", "saving")
+CATEGORIES = ("start", "steps", "compiling", "data", "validation", "checking", "saving", "callbacks")
 LOST = ("redone", "between_sessions")
 NAME = "goodput.jsonl"
 

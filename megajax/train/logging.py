@@ -17,10 +17,14 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.live import Live
 
+from megajax.config import RunConfig
+from megajax.estimate.flops import flops_per_step
+from megajax.estimate.gpus import Peak
 from megajax.train.expert_load import load_record
 from megajax.train.log_file import LogFile
 from megajax.train.sinks import Sink
 from megajax.train.step_line import StepBar, plain_line
+from megajax.train.tracking.tracker import Tracker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,17 @@ class Throughput:
             **({"mfu": flops_per_second / self.peak_flops} if self.peak_flops else {}),
         }
         return dict.fromkeys(found) if compiled else found
+
+
+def throughput_of(run: RunConfig, peak: Peak | None, batch: int) -> Throughput:
+    """Converts the times of steps of `batch` samples into tokens/s, TFLOP/s and, where there is a peak, MFU."""
+    share = batch / run.train.global_batch_size
+    return Throughput(
+        tokens_per_step=batch * getattr(run.model, "sequence_length", 1),
+        flops_per_step=share * flops_per_step(run),
+        devices=run.parallel.devices,
+        peak_flops=peak and peak.flops,
+    )
 
 
 def step_record(
@@ -157,6 +172,7 @@ class RunLog:
         console: Console | None = None,
         sinks: Sequence[Sink] = (),
         file: LogFile | None = None,
+        tracker: Tracker | None = None,
     ):
         """A log of a run.
 
@@ -167,11 +183,12 @@ class RunLog:
           console: of the progress bar or lines; standard output if None.
           sinks: destinations of the records; closed at the end.
           file: receives all plain lines with their time, also when the console shows a bar; closed at the end.
+          tracker: receives the records too; closed at the end.
         """
         self.steps = steps
         self.every = every
         self.console = console or Console(file=Output(sys.stdout), highlight=False, markup=False, soft_wrap=True)
-        self._sinks, self._file = sinks, file
+        self._sinks, self._file, self.tracker = sinks, file, tracker
         self._files = [sink.file for sink in sinks] + ([file] if file else [])
         self._drops = False
         self._live: Live | None = None  # the bar's place on the terminal
@@ -189,6 +206,8 @@ class RunLog:
         self.complete({})  # an error may have come first
         if self._drops:
             self.message(f"warning: records dropped: {self._dropped()}")
+        for text in self.tracker.close() if self.tracker else []:
+            self.message(text)
         for file in self._files:
             file.close()
 
@@ -257,6 +276,10 @@ class RunLog:
         for sink in self._sinks:
             sink.write(record)
         self._report_drops()
+        if self.tracker:
+            self.tracker.write(record)
+            for text in self.tracker.messages():
+                self.message(text)
 
     def _draw(self) -> None:
         """Draws the bar, unless it was drawn in the last tenth of a second: that takes longer than all other logging."""

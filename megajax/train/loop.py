@@ -28,16 +28,16 @@ import jax
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.replicated import ReplicatedState
 from megajax.checkpoint.writer import reason_of
-from megajax.config import ConfigError, RunConfig
+from megajax.config import ConfigError
 from megajax.config.batch_ramp import batch_size
-from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Peak
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog
 from megajax.train import diagnose
+from megajax.train.callbacks import NO_CALLBACKS, Callbacks
 from megajax.train.compilations import CompilationCounter
 from megajax.train.goodput import Goodput
-from megajax.train.logging import RunLog, SpikeDetector, Throughput, step_record
+from megajax.train.logging import RunLog, SpikeDetector, step_record, throughput_of
 from megajax.train.replica_check import Checks, ReplicasDiffer
 from megajax.train.run_directory import Profiler
 from megajax.train.step import Training, TrainState
@@ -60,6 +60,7 @@ class TrainerHooks:
 
     Attributes:
       evaluations: what is measured besides the loss of the validation sets.
+      callbacks: of the user's.
     """
 
     checkpoints: Checkpoints | None = None
@@ -69,6 +70,7 @@ class TrainerHooks:
     checks: Checks | None = None
     replicas: ReplicatedState | None = None
     evaluations: Sequence[Evaluation] = ()
+    callbacks: Callbacks = NO_CALLBACKS
 
     def suspend_watchdog(self, step: int) -> None:
         """The work that follows has no time limit."""
@@ -77,17 +79,6 @@ class TrainerHooks:
 
 
 NO_HOOKS = TrainerHooks()
-
-
-def throughput_of(run: RunConfig, peak: Peak | None, batch: int) -> Throughput:
-    """Converts the times of steps of `batch` samples into tokens/s, TFLOP/s and, where there is a peak, MFU."""
-    share = batch / run.train.global_batch_size
-    return Throughput(
-        tokens_per_step=batch * getattr(run.model, "sequence_length", 1),
-        flops_per_step=share * flops_per_step(run),
-        devices=run.parallel.devices,
-        peak_flops=peak and peak.flops,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +154,7 @@ class Loop:
     def run(self, resume: tuple[TrainState, Progress] | None) -> tuple[TrainState, dict[str, float | None]]:
         """All steps."""
         self.state, self.progress = resume or (self.training.init_state(), Progress())
+        self.hooks.callbacks.start(self.progress.step)
         if self.progress.samples >= self.total_samples:
             return self.state, self.record
         self.goodput.begin(self.progress.step)
@@ -180,7 +172,9 @@ class Loop:
                 ahead = self._dispatch_ahead(step, following)
             if not self._finish(step):
                 ahead = None  # it has left the state unchanged
-            self._check_and_save(step, is_last or stop, stop)  # first: an evaluation that fails loses no checkpoint
+            # First: a callback or an evaluation that fails loses no checkpoint.
+            self._check_and_save(step, is_last or stop, stop)
+            self.hooks.callbacks.step(self.record)
             self._evaluate(step)
             if is_last or stop:
                 return self.state, self.record
@@ -233,7 +227,8 @@ class Loop:
         return [one for one in self.evaluations if one.due(step.number) or is_last]
 
     def _save_due(self, step: DispatchedStep) -> bool:
-        return bool(self.hooks.checkpoints) and step.number % self.hooks.checkpoints.output.save_every == 0
+        due = self.hooks.checkpoints and step.number % self.hooks.checkpoints.output.save_every == 0
+        return bool(due or (self.hooks.checkpoints and self.hooks.callbacks.save_is_due))
 
     def _check_due(self, step: DispatchedStep) -> bool:
         return bool(self.hooks.checks) and step.number % self.hooks.checks.every == 0
@@ -332,11 +327,13 @@ class Loop:
             for text in scores.lines:
                 self.log.message(f"step {step.number}: {text}")
         self.log.complete(values)
+        self.hooks.callbacks.validated({**self.record, **values})
 
     def _check_and_save(self, step: DispatchedStep, ends: Any, stop: str | None) -> None:
         """Between two steps: messages of saves that have ended, and a check and a checkpoint where they are due."""
         for text in self.hooks.checkpoints.poll() if self.hooks.checkpoints else []:
             self.log.message(text)
+        self.hooks.callbacks.saved(self.hooks.checkpoints)
         saves = self.hooks.checkpoints and (ends or self._save_due(step))
         replicates = self._replication_due(step) and not ends
         if self._check_due(step) or (self.hooks.checks and (saves or replicates)):  # what is saved has been checked
@@ -381,6 +378,7 @@ class Loop:
             messages += checkpoints.wait() if wait else []
         for text in messages:
             self.log.message(text)
+        self.hooks.callbacks.saved(checkpoints)
         if wait and checkpoints.failed:
             raise ConfigError(messages[-1].removeprefix("warning: "))
 

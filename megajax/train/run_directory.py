@@ -6,6 +6,7 @@ RUN_DIR/config.toml     the configuration that the run was started with; --confi
         hugging_face/   config.json and generation_config.json of the model that it has started from, if it is one of theirs
         log.jsonl       one object a session and a step
         tensorboard/    the same records
+        tracker.json    the run's id in the tracker of --track
         logs/           the log lines of each process, process_0.log and so on
         profile/        traces of --profile, one directory for each process
         run.lock        the process that writes into the directory, see checkpoint/lock.py
@@ -56,6 +57,7 @@ from megajax.train.optimizer import samples_trained
 from megajax.train.sinks import JsonLines, Sink, TensorBoard
 from megajax.train.state import TrainState, started
 from megajax.train.step import Training
+from megajax.train.tracking.tracker import Tracker, request_of, require_library
 
 # Parts of a run's state that a checkpoint of other options does not have.
 NOT_IN_ALL = {
@@ -126,6 +128,8 @@ class RunDirectory:
         self.run, self.output, self.request = run, output, request
         self.directory = pathlib.Path(output.run_dir).absolute() if output.run_dir else None
         self._tokenizer, self._tokenizer_files = tokenizer, getattr(tokenizer, "files", ())
+        if output.track and jax.process_index() == 0:
+            require_library(output.track)
         self.jsonl = output.log_jsonl
         self.messages: list[str] = []
         self.checkpoints = self.profiler = self.replicas = self.lock = self._resumed_path = None
@@ -282,7 +286,16 @@ class RunDirectory:
             sinks.append(TensorBoard(self.directory / "tensorboard", progress.step, toml_text(self._tables(), "")))
         console = None if is_first else Console(quiet=True)
         steps = progress.step + remaining_steps(self.run.train, progress.samples)[0]
-        return RunLog(steps, self.run.train.log_every, console=console, sinks=sinks, file=self._process_log())
+        every, file = self.run.train.log_every, self._process_log()
+        tracker = self._tracker(progress) if is_first else None
+        return RunLog(steps, every, console=console, sinks=sinks, file=file, tracker=tracker)
+
+    def _tracker(self, progress: Progress) -> Tracker | None:
+        if self.output.track is None:
+            return None
+        name = self.directory.name if self.directory else self.run.model.name
+        request = request_of(self.output, name, self._session(), progress.step)
+        return Tracker(request, self.directory and self.directory / "logs" / "tracker.log", self.output.track_artifacts)
 
     @property
     def _resumes_itself(self) -> bool:

@@ -183,14 +183,14 @@ class TensorBoard:
         # One event for all scalars: an event for each would be most of the cost of logging a step.
         values = [
             self._summary.Value(tag=name, simple_value=value)
-            for name, value in _scalars(record)
+            for name, value in scalars(record)
             if name != "step" and value is not None
         ]
         summary = self._summary(value=values)
         self.file.append(_framed(self._event(wall_time=time.time(), step=int(record["step"]), summary=summary)))
 
 
-def _scalars(record: Record) -> Iterator[tuple[str, float | None]]:
+def scalars(record: Record) -> Iterator[tuple[str, float | None]]:
     for name, value in record.items():
         if isinstance(value, list):
             yield from ((f"{name}/{index}", one) for index, one in enumerate(value))

@@ -18,6 +18,7 @@ import jax
 from megajax.config import ConfigError, ModelConfig, OutputConfig, RunConfig
 from megajax.config.cli import Request
 from megajax.config.compare import changed_options, library_defaults
+from megajax.config.errors import near
 from megajax.data.prefetch import Prefetch
 from megajax.data.source import open_data
 from megajax.estimate.auto import resolved_layout
@@ -26,6 +27,7 @@ from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog, is_peer_error
 from megajax.schedules.errors import counted
+from megajax.train.callbacks import Callbacks, Control, Result, check_callbacks
 from megajax.train.check import model_to_check
 from megajax.train.goodput import NAME, Goodput
 from megajax.train.loop import Batches, Progress, TrainerHooks, train
@@ -39,41 +41,31 @@ from megajax.train.step import Training, make_training
 from megajax.train.user_batches import user_data
 from megajax.train.validation import Evaluation
 
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The result of a run.
-
-    Attributes:
-      state: parameters (fp32, sharded, blocks in pipeline layout), optimizer state, loss scale.
-      metrics: the record of the last step (`logging.step_record`): loss, grad_norm, samples, ...; if none was left, that of
-        an earlier session's log, empty if it has none.
-      stopped: why the run stopped before its last step; None if it did not.
-    """
-
-    state: TrainState
-    metrics: Mapping[str, float | None]
-    stopped: str | None = None
+PARTS = ("model", "data", "rules", "optimizer", "schedule")  # what `OwnParts` replaces, beside the validation's data
 
 
-class Update(TypedDict, total=False):
-    """A user's own update of the weights, as arguments of `Trainer`.
+class OwnParts(TypedDict, total=False):
+    """Arguments of a `Trainer` that replace what the configuration selects; each may be left out, or None.
 
     Attributes:
-      optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None: that
-        of `run.train`.
+      model: the PipelineModel's class; None: the one that is registered for the type of `run.model`.
+      data: the training batches: `batch(consumed_samples)` returns a dict of arrays [microbatches, samples a microbatch,
+        ...] with the run's batch size; None: `run.data`.
+      validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
+        validation.
+      rules: the sharding rules; None: the model's.
+      optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None:
+        that of `run.train`.
       schedule: the learning rate, a function of the number of updates before this one, such as optax's schedules; or a
         `SamplesSchedule`, a function of the samples. Skipped steps count in neither. None: that of `run.train`.
     """
 
+    model: type | None
+    data: Batches | None
+    validation_data: Batches | Mapping[str, Batches] | None
+    rules: Any
     optimizer: MakeOptimizer | None
     schedule: Schedule | SamplesSchedule | None
-
-
-def _optimizer_and_schedule(
-    optimizer: MakeOptimizer | None = None, schedule: Schedule | SamplesSchedule | None = None
-) -> tuple[MakeOptimizer | None, Schedule | SamplesSchedule | None]:
-    return optimizer, schedule
 
 
 class Trainer:
@@ -85,6 +77,7 @@ class Trainer:
       tokenizer: of the run's text; None with batches of the user's.
       directory: the files that the run writes.
       mesh, training: the device mesh, and the compiled programs.
+      callbacks: as given.
     """
 
     def __init__(
@@ -92,12 +85,9 @@ class Trainer:
         run: RunConfig,
         *,
         output: OutputConfig | Request = OutputConfig(),  # noqa: B008 (frozen)
-        model: type | None = None,
-        data: Batches | None = None,
-        validation_data: Batches | Mapping[str, Batches] | None = None,
-        rules: Any = None,
+        callbacks: Sequence[Any] = (),
         devices: Sequence[jax.Device] | None = None,
-        **update: Unpack[Update],
+        **own: Unpack[OwnParts],
     ):
         """Validates the configuration and builds the programs; nothing is compiled before the first step.
 
@@ -105,29 +95,29 @@ class Trainer:
           run: what to train, on which mesh, how long, on which data.
           output: the files that the run writes, and when it stops early; or the command line that configured the run, for
             its config.toml and the log's first lines.
-          model: the PipelineModel's class; None: the one that is registered for the type of `run.model`.
-          data: the training batches: `batch(consumed_samples)` returns a dict of arrays [microbatches, samples a microbatch,
-            ...] with the run's batch size; None: `run.data`.
-          validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
-            validation.
-          rules: the sharding rules; None: the model's.
+          callbacks: called between the steps, in this order: objects with some of the methods of `Callback`.
           devices: None: all that jax has.
-          update: `optimizer` and `schedule`, see `Update`.
+          own: model, data, validation_data, rules, optimizer, schedule: see `OwnParts`.
 
         Raises:
           ConfigError: the configuration is not legal, or its data cannot be read.
+          TypeError: there is no such argument.
         """
+        for name in own.keys() - OwnParts.__annotations__.keys():
+            raise TypeError(f"Trainer has no argument {name}: {near(name, OwnParts.__annotations__)}")
+        model, data, rules, optimizer, schedule = (own.get(name) for name in PARTS)
+        check_callbacks(callbacks)
         devices = jax.devices() if devices is None else devices
-        optimizer, schedule = _optimizer_and_schedule(**update)
         rate_at = rate_of(run.train, schedule) if schedule else None
         run.validate(len(devices))
         self.run = run = resolved_layout(run, gpu_of(devices[0]))
+        self.callbacks = tuple(callbacks)
         self.request, self._fitted = output if isinstance(output, Request) else None, False
         self.output = output = output.output if isinstance(output, Request) else output
         if data is None:
             self.data = open_data(run)
         else:
-            self.data = user_data(data, validation_data, run, model_to_check(run, model, rules))
+            self.data = user_data(data, own.get("validation_data"), run, model_to_check(run, model, rules))
         self.tokenizer = self.data.tokenizer
         require_same_run(run, output, self.data.loaders, self.tokenizer, own_classes(model, data, optimizer, schedule))
         self.directory = RunDirectory(run, output, self.tokenizer, self.request)
@@ -160,6 +150,7 @@ class Trainer:
           ConfigError: the checkpoint to resume from is damaged or of another model, the data ended, the run's last
             checkpoint could not be written, a step was not finite (see `loop.train`), or `fit` was called before.
           ReplicasDiffer: a check of `output.check_every` found devices whose copies of the state differ.
+          Exception: of a callback.
         """
         if self._fitted:
             raise ConfigError(
@@ -182,28 +173,33 @@ class Trainer:
             for line in (*self.describe(peak), *checked, *self._changed(), *self.directory.messages):
                 log.message(line)
             files = self.directory
+            control = Control(self.run, files.directory, preemption, log)
+            tracker = [log.tracker] if log.tracker else []
+            callbacks = Callbacks([*self.callbacks, *tracker], control, goodput, watchdog)
             hooks = TrainerHooks(
-                files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas, evaluations
+                files.checkpoints, preemption, files.profiler, watchdog, checks, files.replicas, evaluations, callbacks
             )
             loop = {"resume": resume, "hooks": hooks, "goodput": goodput}
             try:
                 with Prefetch(self.data.batches, self.training.batch_sharding) as batches:
                     state, metrics = train(self.training, batches, self.data.validation, log, peak, **loop)
                 log.message(f"waited {batches.waited:.2f} s for data, the first batch included")
+                metrics = metrics or files.last_record(resume[1].step if resume else 0)
+                result = Result(state, metrics, preemption.reason)
+                callbacks.end(result)
             except BaseException as error:
                 # A save in progress needs the other processes: without them nothing is waited for.
                 alone = jax.process_count() > 1 and is_peer_error(error)
-                for text in self.directory.close(wait=not alone):
+                for text in (*files.close(wait=not alone), *callbacks.failed(error)):
                     log.message(text)
                 raise
             else:
-                for text in self.directory.close():
+                for text in files.close():
                     log.message(text)
             finally:
                 goodput.write()
             log.message(goodput.describe())
-        metrics = metrics or self.directory.last_record(resume[1].step if resume else 0)
-        return Result(state, metrics, preemption.reason)
+        return result
 
     def _imported_state(self, read: Callable[[str, Training], Any] | None) -> tuple[TrainState, Progress] | None:
         """A fresh state with the parameters of `init_from`; None without that option."""

@@ -33,7 +33,7 @@ TYPED = {
     "--log_interval=1": "--log-every",
     "--dataset=openwebtext": "--text",
     "--device=cpu": "--devices",
-    "--wandb_log=True": "--tensorboard",
+    "--wandb_log=True": "--track wandb",
     # Megatron-LM
     "--tensor-model-parallel-size 8": "--tensor",
     "--pipeline-model-parallel-size 8": "--pipe",
@@ -125,7 +125,7 @@ TYPED = {
     "--num-gpus 8": "--devices",
     "--nnodes 2": "--processes",
     "--nproc-per-node 8": "--processes",
-    "--wandb": "--tensorboard",
+    "--wandb": "--track wandb",
     "--verbose": "--log-every",
     # ours, with underscores or misspelled
     "--global_batch_size 8": "--global-batch-size",

@@ -14,7 +14,7 @@ import pytest
 
 from megajax.checkpoint.directory import complete_steps
 from megajax.data.ramp import RampedLoader
-from megajax.runtime import preemption
+from megajax.runtime import agreement, preemption
 from megajax.runtime.preemption import SIGNALS, Preemption
 from tests import small
 from tests.train import runs
@@ -120,15 +120,15 @@ def test_processes_agree_on_the_step_after_which_they_stop(monkeypatch, signalle
     count, delays = 3, random.Random(seed)
     service, collectives, stopped = Service(count), [threading.Barrier(count) for _ in range(5000)], {}
     joined = {"client": service, "num_processes": count}
-    monkeypatch.setattr(preemption, "INTERVAL", 0.01)
+    monkeypatch.setattr(agreement, "INTERVAL", 0.01)
 
     def process(number: int) -> None:
         monkeypatch.setattr(
-            preemption, "coordination_service", lambda: types.SimpleNamespace(process_id=number, **joined)
+            agreement, "coordination_service", lambda: types.SimpleNamespace(process_id=number, **joined)
         )
         stop = Preemption()
         created.release()
-        threading.Thread(target=stop._poll, daemon=True).start()
+        threading.Thread(target=stop._agreement.poll, daemon=True).start()
         for step in range(1, 5000):
             if number in signalled and step == 10 + number:
                 stop._receive(signal.SIGTERM, None)
@@ -156,7 +156,7 @@ def test_without_a_stop_no_device_or_service_is_called(monkeypatch):
     """With several processes, only the thread calls the service; `after` does not."""
     calls = []
     service = types.SimpleNamespace(client=calls, process_id=0, num_processes=4)
-    monkeypatch.setattr(preemption, "coordination_service", lambda: service)
+    monkeypatch.setattr(agreement, "coordination_service", lambda: service)
     monkeypatch.setattr("jax.process_count", lambda: pytest.fail("jax was called"))
     stop = Preemption(minutes=10)
     assert [stop.after(step) for step in range(1, 100)] == [None] * 99

@@ -42,7 +42,16 @@ def test_every_second_is_in_one_category(tmp_path):
         raise KeyError
     clock.now += 2
     assert goodput.finish_step(1) == {"goodput": pytest.approx(22 / 70.5)}
-    expected = {"start": 10, "steps": 22, "compiling": 30, "data": 1, "validation": 4, "checking": 0.5, "saving": 3}
+    expected = {
+        "start": 10,
+        "steps": 22,
+        "compiling": 30,
+        "data": 1,
+        "validation": 4,
+        "checking": 0.5,
+        "saving": 3,
+        "callbacks": 0,
+    }
     assert goodput.seconds == expected
     text = goodput.describe()
     assert text.startswith("goodput   31.2% of 70.5 s in 1 session: compiling 30.0 s, steps 22.0 s, start 10.0 s, ")

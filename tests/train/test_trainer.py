@@ -111,3 +111,8 @@ def test_the_users_validation_batches_and_evaluations(tmp_path, capsys):
     assert rows[-1]["validation/perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-6)
     out = capsys.readouterr().out
     assert "step 4: seen at 4" in out and f"step 6: validation loss {np.mean(losses):.4f} per token, perplexity" in out
+
+
+def test_an_argument_that_does_not_exist_is_named():
+    with pytest.raises(TypeError, match="Trainer has no argument validation: did you mean validation_data"):
+        Trainer(make_run(), validation=None)

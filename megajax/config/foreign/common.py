@@ -1,6 +1,6 @@
 """Names of options that people try and that belong to no single tool."""
 
-from megajax.config.foreign.entry import EPOCHS, GLOBAL, JSONL, NOT_SUPPORTED, Entry
+from megajax.config.foreign.entry import EPOCHS, GLOBAL, NOT_SUPPORTED, Entry
 
 COMMON: dict[str, Entry] = {
     "--lr": ("--learning-rate", ""),
@@ -72,7 +72,9 @@ COMMON: dict[str, Entry] = {
     "--master-addr": ("--coordinator HOST:PORT", ""),
     "--master-port": ("--coordinator HOST:PORT", ""),
     "--rdzv-endpoint": ("--coordinator HOST:PORT", ""),
-    "--wandb": ("--tensorboard", JSONL),
+    "--wandb": ("--track wandb", "project and name: --track-project, --track-name"),
+    "--mlflow": ("--track mlflow", ""),
+    "--trackio": ("--track trackio", ""),
     "--tensorboard-dir": ("--tensorboard", "into --run-dir"),
     "--verbose": ("--log-every 1", "each step is a line"),
     "--quiet": ("--log-every", "a large number"),

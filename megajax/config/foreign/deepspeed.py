@@ -1,6 +1,6 @@
 """Options of DeepSpeed: its launcher's, and the keys of its configuration file, with a dot between their levels."""
 
-from megajax.config.foreign.entry import ALWAYS, GLOBAL, JSONL, Entry
+from megajax.config.foreign.entry import ALWAYS, GLOBAL, Entry
 
 NODES = "with --coordinator and --process-id; megajax launch --nodes MIN:MAX supervises a host"
 
@@ -49,6 +49,6 @@ DEEPSPEED: dict[str, Entry] = {
     "--activation_checkpointing.cpu_checkpointing": ("--offload-activations", ""),
     "--pipeline.stages": ("--pipe", ""),
     "--tensorboard.enabled": ("--tensorboard", ""),
-    "--wandb.enabled": ("--tensorboard", JSONL),
+    "--wandb.enabled": ("--track wandb", ""),
     "--flops_profiler.enabled": ("", ALWAYS),
 }

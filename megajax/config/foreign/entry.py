@@ -7,5 +7,4 @@ Entry = tuple[str, str]
 ALWAYS, NOT_SUPPORTED = "not needed: always on", "not supported"
 GLOBAL = "the whole batch of a step, over all replicas and microbatches"
 EPOCHS = "finetune and finetune-bert have --epochs; else steps = epochs * samples / global batch size"
-JSONL = "W&B is not supported; --log-jsonl writes the same values as JSON"
 TOKENIZERS = "byte, gpt2, or a file, whose kind is seen from it"

@@ -1,6 +1,6 @@
 """Options of Hugging Face: the Trainer's TrainingArguments, and those of transformers' and TRL's training scripts."""
 
-from megajax.config.foreign.entry import ALWAYS, EPOCHS, JSONL, NOT_SUPPORTED, Entry
+from megajax.config.foreign.entry import ALWAYS, EPOCHS, NOT_SUPPORTED, Entry
 
 HUGGING_FACE: dict[str, Entry] = {
     "--model_name_or_path": (
@@ -73,7 +73,7 @@ HUGGING_FACE: dict[str, Entry] = {
     "--do_eval": ("", "not needed: on, unless --validation-batches 0"),
     "--resume_from_checkpoint": ("--resume", "auto, STEP or DIR"),
     "--overwrite_output_dir": ("--run-dir", "a new directory: a run is never overwritten"),
-    "--report_to": ("--tensorboard", JSONL),
+    "--report_to": ("--tensorboard", "written to --run-dir; besides it --track wandb, mlflow or trackio"),
     "--run_name": ("--run-dir", "its name is the run's"),
     "--data_seed": ("--seed", ""),
     "--full_determinism": ("", "megajax verify --deterministic checks it, and sets the flag of XLA"),

@@ -1,6 +1,6 @@
 """Options of Megatron-LM: megatron/training/arguments.py, and the dataclasses that it makes arguments of."""
 
-from megajax.config.foreign.entry import ALWAYS, JSONL, NOT_SUPPORTED, TOKENIZERS, Entry
+from megajax.config.foreign.entry import ALWAYS, NOT_SUPPORTED, TOKENIZERS, Entry
 
 MEGATRON: dict[str, Entry] = {
     # layout
@@ -223,10 +223,10 @@ MEGATRON: dict[str, Entry] = {
     "--log-interval": ("--log-every", ""),
     "--tensorboard-dir": ("--tensorboard", "into --run-dir"),
     "--tensorboard-log-interval": ("", "not needed: every step is written"),
-    "--wandb-project": ("--tensorboard", JSONL),
-    "--wandb-exp-name": ("--tensorboard", JSONL),
-    "--wandb-entity": ("--tensorboard", JSONL),
-    "--wandb-save-dir": ("--tensorboard", JSONL),
+    "--wandb-project": ("--track-project", "with --track wandb"),
+    "--wandb-exp-name": ("--track-name", "with --track wandb"),
+    "--wandb-entity": ("--track wandb", "and the variable WANDB_ENTITY"),
+    "--wandb-save-dir": ("--run-dir", "with --track wandb"),
     "--log-throughput": ("", ALWAYS),
     "--log-validation-ppl-to-tensorboard": ("", ALWAYS),
     "--log-params-norm": ("", "not supported; the log has the gradient's norm"),

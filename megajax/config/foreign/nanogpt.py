@@ -1,6 +1,6 @@
 """Options of nanoGPT: train.py's variables, as its configurator.py takes them (`--batch_size=32`)."""
 
-from megajax.config.foreign.entry import ALWAYS, JSONL, Entry
+from megajax.config.foreign.entry import ALWAYS, Entry
 
 NANOGPT: dict[str, Entry] = {
     "--out_dir": ("--run-dir", ""),
@@ -13,9 +13,9 @@ NANOGPT: dict[str, Entry] = {
         "--init-from DIR",
         "a directory of a Hugging Face model; resume is --resume auto, scratch the default",
     ),
-    "--wandb_log": ("--tensorboard", JSONL),
-    "--wandb_project": ("--tensorboard", JSONL),
-    "--wandb_run_name": ("--tensorboard", JSONL),
+    "--wandb_log": ("--track wandb", ""),
+    "--wandb_project": ("--track-project", "with --track wandb"),
+    "--wandb_run_name": ("--track-name", "with --track wandb"),
     "--dataset": ("--text FILE", "or --data-path PREFIX, what megajax preprocess writes"),
     "--gradient_accumulation_steps": (
         "--global-batch-size",

@@ -1,6 +1,6 @@
 """Options of torchtitan, by their names in its configuration, older and newer; they also match without the section."""
 
-from megajax.config.foreign.entry import ALWAYS, JSONL, Entry
+from megajax.config.foreign.entry import ALWAYS, Entry
 
 TORCHTITAN: dict[str, Entry] = {
     "--module": ("--model", "a preset"),
@@ -92,7 +92,7 @@ TORCHTITAN: dict[str, Entry] = {
     "--metrics.log_freq": ("--log-every", ""),
     "--metrics.enable_tensorboard": ("--tensorboard", ""),
     "--metrics.save_tb_folder": ("--run-dir", "TensorBoard's files are in it"),
-    "--metrics.enable_wandb": ("--tensorboard", JSONL),
+    "--metrics.enable_wandb": ("--track wandb", ""),
     "--metrics.disable_color_printing": ("", "not needed: colours are for terminals only"),
     "--profiling.enable_profiling": ("--profile START:STOP", ""),
     "--profiler.enable_profiling": ("--profile START:STOP", ""),
