@@ -12,7 +12,7 @@ import sys
 from megajax.schedules.arguments import plain_text
 from megajax.schedules.errors import shown
 
-__all__ = ["hub_advice", "local_path", "path_problem", "tell_replaced"]
+__all__ = ["hub_advice", "local_path", "path_problem", "source_path", "tell_replaced"]
 
 COPIES = {  # what copies files of an object store or file system, by the scheme of its URLs
     ("s3", "s3a", "s3n", "r2", "minio", "swift", "cos", "oss", "oci", "tos", "obs"): "aws s3 sync",
@@ -70,6 +70,29 @@ def local_path(word: str) -> str:
     if problem := path_problem(plain_text(word)):
         raise argparse.ArgumentTypeError(f"{shown(word)} {problem[0]}: pass {problem[1]}")
     return word
+
+
+def source_path(word: str) -> str:
+    """A reader of sources of data, for `type` of an option: a path, a URL (SCHEME://...) or hub:ORG/NAME."""
+    word = plain_text(word)
+    if word.lower().startswith("hub:"):
+        name = word[4:].strip("/")
+        if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+            raise argparse.ArgumentTypeError(f"{shown(word)} is no name of a dataset on the Hub: pass hub:ORG/NAME")
+        return f"hub:{name}"
+    found = SCHEME.fullmatch(word)
+    if not found or len(found[2]) < 2 or found[1].lower() in ("ssh", "scp", "rsync", "git"):
+        return local_path(word)
+    if found[1].lower() == "file":
+        return "/" + found[3].removeprefix("localhost/")
+    if "@" in found[3].partition("/")[0]:
+        raise argparse.ArgumentTypeError(
+            f"{found[1]}://... names a user before its host: the libraries of fsspec find credentials in the environment or "
+            "in their own files; pass the URL without them"
+        )
+    if not found[3].strip("/"):
+        raise argparse.ArgumentTypeError(f"{shown(word)} names no file: pass a whole URL")
+    return found[1].lower() + "://" + found[3]
 
 
 def hub_advice(name: str) -> str:
