@@ -27,6 +27,7 @@ _MODULES = {
     "Schedule": "megajax.schedules.schedule",
     "make_schedule": "megajax.schedules.registry",
     "register": "megajax.schedules.registry",
+    "Samples": "megajax.data.user_samples",
     "Trainer": "megajax.train.trainer",
     "check": "megajax.train.check",
 }

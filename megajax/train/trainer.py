@@ -28,7 +28,7 @@ from megajax.runtime.watchdog import Watchdog, is_peer_error
 from megajax.schedules.errors import counted
 from megajax.train.check import model_to_check
 from megajax.train.goodput import NAME, Goodput
-from megajax.train.loop import Batches, Progress, TrainerHooks, train
+from megajax.train.loop import Progress, TrainerHooks, train
 from megajax.train.optimizer import MakeOptimizer
 from megajax.train.replica_check import Checks
 from megajax.train.run_directory import RunDirectory
@@ -71,8 +71,8 @@ class Trainer:
         *,
         output: OutputConfig | Request = OutputConfig(),  # noqa: B008 (frozen)
         model: type | None = None,
-        data: Batches | None = None,
-        validation_data: Batches | Mapping[str, Batches] | None = None,
+        data: Any = None,
+        validation_data: Any = None,
         rules: Any = None,
         optimizer: MakeOptimizer | None = None,
         devices: Sequence[jax.Device] | None = None,
@@ -84,10 +84,12 @@ class Trainer:
           output: the files that the run writes, and when it stops early; or the command line that configured the run, for
             its config.toml and the log's first lines.
           model: the PipelineModel's class; None: the one that is registered for the type of `run.model`.
-          data: the training batches: `batch(consumed_samples)` returns a dict of arrays [microbatches, samples a microbatch,
-            ...] with the run's batch size; None: `run.data`.
-          validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
-            validation.
+          data: the training samples: anything with an index and a length, or that can be iterated, or a function that
+            returns an iterator (docs/data.md#data-of-ones-own). Its items are dicts of arrays, of one sample or of several;
+            `Samples` says how often they are read, and where their state is. Or the batches:
+            `batch(consumed_samples)` returns a dict of arrays [microbatches, samples a microbatch, ...] with the run's batch
+            size. None: `run.data`.
+          validation_data: the same of validation, if `data` is given, or of several sets by name; None: no validation.
           rules: the sharding rules; None: the model's.
           optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None:
             that of `run.train`.
@@ -145,6 +147,7 @@ class Trainer:
         # CPU devices share the cores with one another and with all else that runs: no figure is a peak
         peak = device_peak(devices, self.run.train.precision) if devices[0].platform != "cpu" else None
         resume = self.directory.resume(self.training) or self._imported_state(initial_params)
+        self.directory.connect_data(self.data.batches, resume[1] if resume else None)
         minutes = self.output.exit_after_minutes
         with (
             self.directory.open_log(resume[1] if resume else Progress()) as log,
