@@ -77,7 +77,7 @@ def missing_column(path: str, key: str, columns: Iterable[str], option: str, tex
     best = shlex.quote((list(texts) or names or ["COLUMN"])[0])
     command = f"python -m megajax.data.preprocess --input {path} --keys {best} --out PREFIX --tokenizer NAME"
     remedy = (
-        f"pass --keys {best}"
+        f"pass {'--text-key' if option == '--stream' else '--keys'} {best}"
         if option != "--text"
         else f"--text reads 'text' only: tokenize another column with `{command}`, and pass --data-path PREFIX"
     )

@@ -12,7 +12,7 @@ import sys
 from megajax.schedules.arguments import plain_text
 from megajax.schedules.errors import shown
 
-__all__ = ["hub_advice", "local_path", "path_problem", "source_path", "tell_replaced"]
+__all__ = ["hub_advice", "local_path", "path_problem", "source_path", "source_problem", "tell_replaced"]
 
 COPIES = {  # what copies files of an object store or file system, by the scheme of its URLs
     ("s3", "s3a", "s3n", "r2", "minio", "swift", "cos", "oss", "oci", "tos", "obs"): "aws s3 sync",
@@ -72,27 +72,31 @@ def local_path(word: str) -> str:
     return word
 
 
-def source_path(word: str) -> str:
-    """A reader of sources of data, for `type` of an option: a path, a URL (SCHEME://...) or hub:ORG/NAME."""
-    word = plain_text(word)
+def source_problem(word: str) -> tuple[str, str] | None:
+    """As `path_problem`, of a source of data: a path, a URL (SCHEME://...) or hub:ORG/NAME."""
     if word.lower().startswith("hub:"):
-        name = word[4:].strip("/")
-        if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-            raise argparse.ArgumentTypeError(f"{shown(word)} is no name of a dataset on the Hub: pass hub:ORG/NAME")
-        return f"hub:{name}"
+        named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", word[4:].strip("/"))
+        return None if named else ("is no name of a dataset on the Hub", "hub:ORG/NAME")
     found = SCHEME.fullmatch(word)
     if not found or len(found[2]) < 2 or found[1].lower() in ("ssh", "scp", "rsync", "git"):
-        return local_path(word)
-    if found[1].lower() == "file":
-        return "/" + found[3].removeprefix("localhost/")
+        return path_problem(word)
     if "@" in found[3].partition("/")[0]:
-        raise argparse.ArgumentTypeError(
-            f"{found[1]}://... names a user before its host: the libraries of fsspec find credentials in the environment or "
-            "in their own files; pass the URL without them"
-        )
-    if not found[3].strip("/"):
-        raise argparse.ArgumentTypeError(f"{shown(word)} names no file: pass a whole URL")
-    return found[1].lower() + "://" + found[3]
+        found_by = "the libraries of fsspec find credentials in the environment or in their own files"
+        return "names a user before its host", f"the URL without them ({found_by})"
+    return None if found[3].strip("/") else ("names no file", "a whole URL")
+
+
+def source_path(word: str) -> str:
+    """A reader of sources of data, for `type` of an option; see `source_problem`."""
+    if problem := source_problem(plain_text(word)):
+        raise argparse.ArgumentTypeError(f"{shown(word)} {problem[0]}: pass {problem[1]}")
+    if word.lower().startswith("hub:"):
+        return "hub:" + word[4:].strip("/")
+    found = SCHEME.fullmatch(word)
+    if found and len(found[2]) >= 2:
+        rest, scheme = found[3], found[1].lower()
+        return "/" + rest.removeprefix("localhost/") if scheme == "file" else f"{scheme}://{rest}"
+    return word
 
 
 def hub_advice(name: str) -> str:

@@ -177,6 +177,8 @@ class Trainer:
                     log.message(text)
             finally:
                 goodput.write()
+                if hasattr(self.data.batches, "close"):  # the processes of a stream
+                    self.data.batches.close()
             log.message(goodput.describe())
         metrics = metrics or self.directory.last_record(resume[1].step if resume else 0)
         return Result(state, metrics, preemption.reason)
