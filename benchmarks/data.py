@@ -36,7 +36,8 @@ from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path
 
 SEQUENCE_LENGTH = 2048
-PARTS = ("preprocess", "index", "blend", "loader", "step")
+PARTS = ("preprocess", "index", "blend", "loader", "stream", "step")
+STREAMED = 2048  # samples
 
 
 def corpus(path: pathlib.Path, megabytes: int) -> list[str]:
@@ -218,6 +219,48 @@ def _rate(batch, count: int) -> float:
     for step in range(count):
         batch(64 * step)
     return count * 64 / (time.perf_counter() - start)
+
+
+def stream_rows(folder: pathlib.Path, options) -> list[dict]:
+    """Batches of 64 samples of 2048 tokens of GPT-2's: tokenized as they are read, and from a pair; the first group apart.
+
+    "M tokens of a core" are those per second of processor time, of all processes; "first batch" is a time of the clock.
+    """
+    from megajax.data.loader import Loader
+    from megajax.data.recipe import Recipe
+    from megajax.data.sources import TEXTS
+    from megajax.data.stream import StreamSamples, parse_stream
+
+    path = folder / "corpus.jsonl"
+    corpus(path, options.megabytes)
+    words = ["--input", path, "--out", folder / "out", "--tokenizer", "gpt2", "--workers", "2"]
+    subprocess.run([sys.executable, "-m", "megajax.data.preprocess", *words], check=True, capture_output=True)
+    rows = []
+    for workers in (None, 0, 1, 2):
+        if workers is None:
+            samples = _samples(folder / "out")
+        else:
+            sources, weights = parse_stream([str(path)], TEXTS, 1)
+            samples = StreamSamples(sources, [(0, weights)], SEQUENCE_LENGTH, 1, Recipe("gpt2"), workers, 256)
+        loader, begun, start = Loader(samples, 64, 8, vocabulary=50257), _processor(), time.perf_counter()
+        loader.batch(0)
+        first, start = time.perf_counter() - start, time.perf_counter()
+        for consumed in range(64, STREAMED, 64):
+            loader.batch(consumed)
+        seconds = time.perf_counter() - start
+        if workers is not None:
+            samples.close()  # its processes' time counts when they have ended
+        tokens = STREAMED * SEQUENCE_LENGTH / 1e6
+        name = "preprocessed .bin" if workers is None else f"--stream-workers {workers}"
+        row = {"what": name, "first batch, s": first, "M tokens/s": tokens * (1 - 64 / STREAMED) / seconds}
+        rows.append(row | {"M tokens of a core": tokens / (_processor() - begun)})
+    return rows
+
+
+def _processor() -> float:
+    """Processor seconds of this process, and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def step_rows(folder: pathlib.Path, options) -> list[dict]:

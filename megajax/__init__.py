@@ -30,6 +30,7 @@ _MODULES = {
     "register": "megajax.schedules.registry",
     "Callback": "megajax.train.callbacks",
     "Control": "megajax.train.callbacks",
+    "Samples": "megajax.data.user_samples",
     "Trainer": "megajax.train.trainer",
     "check": "megajax.train.check",
 }

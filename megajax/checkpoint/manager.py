@@ -14,7 +14,7 @@ import dataclasses
 import pathlib
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -42,6 +42,7 @@ class Checkpoints:
       failed: whether the last save failed.
       completed: (step, directory) of the checkpoints that have become complete; whoever reads the list empties it.
       blocked: seconds for which the last `save` kept the training waiting.
+      data_state: returns the state of the data after that many samples, which is stored too; None: it has none.
       never_deleted: step whose checkpoint stays, besides those that `output` keeps; the caller sets it. None: no other.
     """
 
@@ -75,6 +76,7 @@ class Checkpoints:
         self.completed: list[tuple[int, pathlib.Path]] = []
         self.blocked = 0.0
         self.never_deleted: int | None = None
+        self.data_state: Callable[[int], str | None] = lambda samples: None
 
     def save(self, target: StateLayout, state: Any, progress: Progress) -> list[str]:
         """Starts a save; `state` may be donated as soon as this returns.
@@ -101,6 +103,8 @@ class Checkpoints:
         device = next(iter(next(iter(leaves.values())).sharding.device_set))
         self._arrays = arrays if device.platform == "cpu" else None
         meta = self.meta | {"format": FORMAT, "progress": dataclasses.asdict(progress), "time": start}
+        if (data := self.data_state(progress.samples)) is not None:
+            meta["data"] = data
         self._bytes = sum(leaf.nbytes for leaf in arrays.values())
         self._saves += 1
         save = self._writer.submit(write, path, layout.nest(arrays), meta, f"{path.name}/{self._saves}")

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -43,6 +43,8 @@ class ReplicatedState:
       every: steps from one replication to the next, for the caller.
       blocked: seconds for which the last `save` kept the training waiting.
       newest: step of the newest state that was restored or replicated; None: there is none.
+      data_state: see `Checkpoints`.
+      restored_data: the state of the data that was stored with the restored state; None: none was.
       messages: for the start of the log.
     """
 
@@ -62,6 +64,8 @@ class ReplicatedState:
         self._pending: tuple[int, Future] | None = None  # step and result of the one in progress
         self._arrays: dict[str, jax.Array] | None = None  # the last copies, where their memory is reused
         self.newest: int | None = None
+        self.data_state: Callable[[int], str | None] = lambda samples: None
+        self.restored_data: str | None = None
         self._saves, self._last_failure, self._told = 0, "", False
         copies = f"each of {len(self.hosts)} hosts also has a copy of the next one's"
         if not self.hosts.next:
@@ -131,6 +135,7 @@ class ReplicatedState:
         text = f"resume    from step {meta['progress'].step}, replicated in host memory"
         if remote:
             text += f" ({format_size(remote)} of it read from other hosts)"
+        self.restored_data = meta.get("data")
         return layout.from_canonical(copies, target), meta["progress"], [text, *differing]
 
     def _compare(self, meta: Mapping[str, Any], run: RunConfig) -> list[str]:
@@ -154,6 +159,8 @@ class ReplicatedState:
         self._arrays = layout.to_canonical(leaves, target.where, into=self._arrays)
         times = {"progress": dataclasses.asdict(progress), "time": time.time()}
         meta = self.meta | {"format": FORMAT, "run": self.hosts.run} | times
+        if (data := self.data_state(progress.samples)) is not None:
+            meta["data"] = data
         self._saves += 1
         name = PartName(progress.step, self.hosts.attempt, self.hosts.process, self.hosts.processes)
         self._pending = (progress.step, self._thread.submit(self._replicate, name, self._arrays, meta))

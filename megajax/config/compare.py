@@ -16,7 +16,7 @@ from megajax.config.train import TrainConfig
 
 OF_EXPERTS = ("expert", "expert_dispatch")  # of the layout; without experts in the model they have no effect
 # Fields of the data that may differ without any effect on the samples. The tokenizer is compared by its hash.
-NO_EFFECT = ("data_cache", "tokenizer", "end_of_document", "verify_data")
+NO_EFFECT = ("data_cache", "tokenizer", "end_of_document", "verify_data", "stream_workers")
 
 
 def changed_options(

@@ -40,6 +40,27 @@ class DataConfig:
         text_kind="path",
         list_style="words",
     )
+    stream: tuple[str, ...] | None = setting(
+        None,
+        "texts to tokenize during the training: files, patterns, URLs or hub:ORG/NAME, as preprocess reads them; or a "
+        "blend WEIGHT SOURCE ... WEIGHT SOURCE ...",
+        metavar="SOURCE",
+        text_kind="source",
+        list_style="words",
+    )
+    stream_weights: tuple[str, ...] | None = setting(
+        None,
+        "other weights of --stream from a number of samples on: SAMPLES:WEIGHT,WEIGHT,... for each",
+        metavar="SAMPLES:WEIGHTS",
+        list_style="words",
+    )
+    text_key: str = setting("text", "key or column of --stream's texts", metavar="KEY")
+    stream_split: str | None = setting(None, "split of --stream's datasets", metavar="NAME", shown_default="train")
+    stream_subset: str | None = setting(
+        None, "subset of --stream's datasets on the Hub", metavar="NAME", shown_default="the only one"
+    )
+    stream_workers: int = setting(2, "processes that tokenize --stream; 0: none, a thread does", low=0, below=1025)
+    shuffle_samples: int = setting(1024, "--stream: samples that are shuffled at a time; 0: none are", low=0)
     sft_data: tuple[str, ...] | None = setting(
         None,
         "JSON lines to fine-tune on, with loss on the answers only: chats (messages), or prompt and completion",
@@ -132,15 +153,18 @@ class DataConfig:
         check_fields(self)
         apart = {"--train-data-path": self.train_data_path, "--valid-data-path": self.valid_data_path}
         sources = {"--text": self.text, "--data-path": self.data_path, "--sft-data": self.sft_data} | apart
-        sources |= {"--task-data": self.task_data}
+        sources |= {"--task-data": self.task_data, "--stream": self.stream}
         given = [name for name, value in sources.items() if value]
-        if len(given) > 1 and not set(given) <= set(apart):
+        if len(given) > 1 and not (set(given) <= set(apart) or set(given) == {"--stream", "--valid-data-path"}):
             raise ConfigError(f"{' and '.join(given)} exclude one another: pass one of them.")
         if given == ["--valid-data-path"]:
             raise ConfigError("--valid-data-path needs training data too: pass --train-data-path PREFIX.")
         for name, value in {"--task": self.task, "--dev-data": self.dev_data}.items():
             if value and not self.task_data:
                 raise ConfigError(f"{name} has no samples to train on: pass --task-data FILE.")
+        for name, value in {"--stream-weights": self.stream_weights, "--stream-split": self.stream_split}.items():
+            if value and not self.stream:
+                raise ConfigError(f"{name} belongs to a stream, and there is none: pass --stream SOURCE.")
         if self.task_data and not self.task:
             raise ConfigError(f"--task-data is of a task: pass --task {', '.join(TASKS)}.")
         for name, value in {"--valid-sft-data": self.valid_sft_data, "--chat-template": self.chat_template}.items():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megajax.config.errors import ConfigError, near, option
 from megajax.schedules.arguments import FLOAT32, INT32, range_problem, text_problem
 from megajax.schedules.errors import shown
-from megajax.schedules.paths import path_problem
+from megajax.schedules.paths import path_problem, source_problem
 
 NUMBERS = (int, float, int | None, float | None)
 PLAIN = (bool, int, float, str, type(None))  # True is not 1 as an argument of a typed cache, but it is in a tuple
@@ -42,7 +42,8 @@ def setting(
         metavar: the format of the value, as `--help` prints it; None: derived from the type.
         shown_default: the default as `--help` prints it, if None means a computed value.
         list_style: how a tuple is passed: "commas" (A,B,C), "words" (A B C) or "repeat" (the option once for each).
-        text_kind: of texts: "name"; "path" of this machine (or the name of something built in), which is no URL; or "any",
+        text_kind: of texts: "name"; "path" of this machine (or the name of something built in), which is no URL; "source", a
+          path, URL or hub:ORG/NAME; or "any",
             which may be empty.
     """
     metadata = {
@@ -102,7 +103,7 @@ def field_problem(field: dataclasses.Field, value: Any) -> Problem | None:
         remedy = "with such a value"
     elif field.type in (bool, bool | None):
         rule, remedy = "" if isinstance(value, bool) else "must be True or False", f"or --no-{option(field.name)[2:]}"
-    elif field.metadata["text_kind"] == "path" and (remote := _remote(value)):
+    elif remote := _remote(value, field.metadata["text_kind"]):
         rule, remedy = remote
     elif field.type in (str, str | None):
         legal, may_be_empty = isinstance(value, str), field.metadata["text_kind"] == "any"
@@ -120,10 +121,13 @@ def metavar(field: dataclasses.Field) -> str:
     return field.metadata["metavar"] or default
 
 
-def _remote(value: Any) -> tuple[str, str] | None:
-    """Why a text, or the first of several, is no path of this machine, and what to pass."""
+def _remote(value: Any, kind: str) -> tuple[str, str] | None:
+    """Why a text, or the first of several, is no path of this machine, or no source, and what to pass."""
+    problem_of = {"path": path_problem, "source": source_problem}.get(kind)
+    if problem_of is None:
+        return None
     words = value if isinstance(value, tuple) else (value,)
-    return next((problem for word in words if isinstance(word, str) and (problem := path_problem(word))), None)
+    return next((problem for word in words if isinstance(word, str) and (problem := problem_of(word))), None)
 
 
 def _tuple_rule(field: dataclasses.Field, value: Any) -> str:

@@ -6,6 +6,7 @@ of that name, as in files of earlier versions, it is relative to the working dir
 """
 
 import dataclasses
+import glob
 import os
 import pathlib
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ PATH_FIELDS = {
     field.name
     for config in (RunConfig, *(group.config for group in GROUPS))
     for field in dataclasses.fields(config)
-    if field.metadata.get("text_kind") == "path"
+    if field.metadata.get("text_kind") in ("path", "source")
 }
 WRITTEN = ("run_dir", "log_jsonl", "data_cache")  # they need not exist yet
 NAMES = ("tokenizer", "schedule")  # a bare word is a name
@@ -73,7 +74,8 @@ def _is_path(name: str, word: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    return os.path.exists(path) or os.path.exists(path + ".idx")  # the prefix of an indexed dataset
+    """Whether there is such a file, the pair of such a prefix, or a file that matches such a pattern."""
+    return os.path.exists(path) or os.path.exists(path + ".idx") or (glob.has_magic(path) and bool(glob.glob(path)))
 
 
 def _changed(name: str, value: Any, change: Any) -> Any:

@@ -87,8 +87,10 @@ def foreign(head: bytes, path: str, wanted: str) -> Foreign | None:
     Args:
       head: the first bytes of its content, after decompression; 512 or more if it has as many.
       path: for its ending, and for the commands of remedies.
-      wanted: "jsonl"; "file", one document of plain text; or any other form of text, of which only the encoding is checked.
+      wanted: "tar"; "jsonl"; "file", one document of plain text; or another form of text, whose encoding alone is checked.
     """
+    if wanted == "tar" and head[257:262] == b"ustar":
+        return None
     return _encoding(head, path) or _binary(head, path) or _structure(head, path, wanted)
 
 

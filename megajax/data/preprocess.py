@@ -5,8 +5,9 @@ python -m megajax.data.preprocess merge --input corpus more --out all         tw
 python -m megajax.data.preprocess inspect corpus --tokenizer gpt2            counts, and the first documents as text
 python -m megajax.data.preprocess verify corpus --tokenizer gpt2             checks every offset and every token id
 
-A .jsonl file has one object per line, whose "text" is a document. Any other file is plain text: one document, or several
-with --text-documents. .gz and .zst are decompressed. Memory grows with the longest document only, not with the files.
+A .jsonl file has one object per line, whose "text" is a document. CSV, TSV, Parquet, Arrow, folders of save_to_disk, shards
+of WebDataset and hub:ORG/NAME have rows, with --keys as columns. Any other file is plain text: one document, or several
+with --text-documents. .gz and .zst are decompressed, and URLs are read. Memory grows with the longest document only.
 """
 
 import argparse
@@ -27,15 +28,18 @@ import numpy as np
 
 from megajax.config import ConfigError
 from megajax.config.options import Parser
+from megajax.data.blocks import BadLine, Block, documents_of
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
 from megajax.data.pair_sums import verify_known
-from megajax.data.read_file import PART, check_file
+from megajax.data.read_file import PART
 from megajax.data.recipe import Recipe
-from megajax.data.text import TEXT_DOCUMENTS, BadLine, Block, documents_of, kind_of, read_blocks, split_sentences
+from megajax.data.remote import expanded
+from megajax.data.sources import Wanted, check_options, source_kind
+from megajax.data.text import TEXT_DOCUMENTS, check_source, read_blocks, split_sentences
 from megajax.data.tokenizers import Tokenizer, check_length, load_tokenizer
 from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.errors import counted, exit_code
-from megajax.schedules.paths import local_path
+from megajax.schedules.paths import local_path, source_path
 
 BAD_LINES_SHOWN = 10
 SHOWN = 300  # characters of a document that are printed
@@ -184,7 +188,11 @@ def _tokenizer_options(parser: argparse.ArgumentParser, required: bool) -> None:
 
 def _preprocess(arguments: Sequence[str]) -> None:
     parser = _parser()
-    parser.add_argument("--input", nargs="+", required=True, type=local_path, metavar="FILE", help="texts, in order")
+    parser.add_argument(
+        "--input", nargs="+", required=True, type=source_path, metavar="FILE|URL|hub:ORG/NAME", help="texts, in order"
+    )
+    parser.add_argument("--split", type=plain_text, metavar="NAME", help="of a dataset with several (train)")
+    parser.add_argument("--subset", type=plain_text, metavar="NAME", help="of a dataset on the Hub (its only one)")
     parser.add_argument(
         "--out", required=True, type=local_path, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
     )
@@ -195,7 +203,7 @@ def _preprocess(arguments: Sequence[str]) -> None:
         type=plain_text,
         default=["text"],
         metavar="KEY",
-        help="keys of JSON objects; several: writes PREFIX_KEY (text)",
+        help="keys of JSON objects, or columns; several: writes PREFIX_KEY (text)",
     )
     parser.add_argument(
         "--text-documents", choices=TEXT_DOCUMENTS, default="file", help="one document of plain text (file)"
@@ -215,22 +223,22 @@ def _preprocess(arguments: Sequence[str]) -> None:
         not options.no_end_of_document,
         options.split_sentences,
     )
-    kinds = {path: kind_of(path, options.text_documents) for path in options.input}
-    texts = [path for path, kind in kinds.items() if kind != "jsonl"]
-    if texts and len(recipe.keys) > 1:
-        raise ConfigError(f"--keys {' '.join(recipe.keys)}: {texts[0]} is not a .jsonl file and has no keys")
+    paths = expanded(options.input, "--input")
+    kinds = {path: source_kind(path, options.text_documents) for path in paths}
+    wanted = Wanted(recipe.keys, options.split, options.subset)
+    check_options(kinds, wanted)
     keyed = len(recipe.keys) > 1
     prefixes = [f"{options.out}_{key}" if keyed else options.out for key in recipe.keys]
-    report = _Report(kinds, options.bad_lines == "fail")
+    report = _Report(kinds, wanted, options.bad_lines == "fail")
     size = sum(report.sizes.values())
     with tempfile.TemporaryDirectory() as folder, Workers(options.workers, size) as workers:
         dtype = dtype_for(recipe.load().vocabulary)  # may import transformers, while the workers start
-        _write(options.input, kinds, recipe.for_workers(folder), workers, prefixes, dtype, options.overwrite, report)
+        blocks = (block for path in paths for block in read_blocks(path, kinds[path], "--input", wanted))
+        _write(paths, blocks, recipe.for_workers(folder), workers, prefixes, dtype, options.overwrite, report)
 
 
-def _write(paths, kinds, recipe, workers: Workers, prefixes, dtype, overwrite, report: "_Report") -> None:
+def _write(paths, blocks, recipe, workers: Workers, prefixes, dtype, overwrite, report: "_Report") -> None:
     writers: list[IndexedWriter] = []
-    blocks = (block for path in paths for block in read_blocks(path, kinds[path]))
     try:
         for prefix in prefixes:
             writers.append(IndexedWriter(prefix, dtype, overwrite=overwrite))
@@ -257,8 +265,8 @@ def _written(writer: IndexedWriter) -> str:
 class _Report:
     """The progress bar, the bad lines and the final counts."""
 
-    def __init__(self, kinds: Mapping[str, str], fatal: bool):
-        """`kinds`: the unit of a document of each input file; `fatal` makes the first bad line a ConfigError.
+    def __init__(self, kinds: Mapping[str, str], wanted: Wanted, fatal: bool):
+        """`kinds`: of the sources; `wanted`: texts of rows; `fatal` makes the first bad line a ConfigError.
 
         Raises:
           ConfigError: a file cannot be read or is of a format that is not read; all are opened, before any is tokenized.
@@ -267,8 +275,7 @@ class _Report:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.fatal, self.bad, self.characters, self.tokens = fatal, 0, 0, 0
-        remedy = "pass --input a readable file"
-        self.sizes = {path: check_file(path, kind, remedy, "--input") for path, kind in kinds.items()}
+        self.sizes = {path: check_source(path, kind, "--input", wanted) for path, kind in kinds.items()}
         self.read, self.held = dict.fromkeys(kinds, 0), []
         columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}% {task.fields[rates]}"), TimeRemainingColumn())
         self.console = Console(stderr=True)

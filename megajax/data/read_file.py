@@ -1,7 +1,7 @@
 """Opens files of text: decompressed by their content, and refused in one line if they are of another format.
 
 Every reader of text, JSON lines and tables comes through here. gzip, zstd, bzip2 and xz are recognised by their first bytes,
-whatever the file is called. A pipe is read like a file.
+whatever the file is called. A pipe is read like a file, and so is a URL (`megajax.data.remote`).
 """
 
 import bz2
@@ -17,9 +17,10 @@ from typing import BinaryIO, NamedTuple
 
 from megajax.config import ConfigError
 from megajax.data.file_kinds import foreign, not_utf8
+from megajax.data.remote import is_url, open_binary, remote_errors, size_of
 from megajax.schedules.paths import hub_advice
 
-__all__ = ["Part", "check_file", "missing_pair", "read_parts", "read_text"]
+__all__ = ["Part", "check_file", "check_place", "first_bytes", "missing_pair", "read_parts", "read_text"]
 
 PART = 1 << 20  # bytes of content that are read at once
 HEAD = 1 << 16  # bytes that a file is recognised by, if it has as many
@@ -60,29 +61,32 @@ def read_parts(path: str, wanted: str, remedy: str, option: str = "") -> Iterato
     Raises:
       ConfigError: it cannot be read, is damaged, is a folder or a device, or is of a format that is not read.
     """
-    _check_place(path, remedy, option)
-    try:
-        with open(path, "rb") as packed:
-            head, known = b"", False
-            for content in _unpacked(packed):
-                if not known:  # several parts, if a compressed file's are small
-                    head += content
-                    if len(head) < HEAD:
-                        continue
+    check_place(path, remedy, option)
+    with remote_errors(path, remedy):
+        try:
+            with open_binary(path) as packed:
+                head, known = b"", False
+                for content in _unpacked(packed):
+                    if not known:  # several parts, if a compressed file's are small
+                        head += content
+                        if len(head) < HEAD:
+                            continue
+                        _check_content(head, path, wanted)
+                        content, head, known = head, b"", True
+                    yield Part(content, packed.tell() if packed.seekable() else 0)
+                if head:
                     _check_content(head, path, wanted)
-                    content, head, known = head, b"", True
-                yield Part(content, packed.tell() if packed.seekable() else 0)
-            if head:
-                _check_content(head, path, wanted)
-                yield Part(head, packed.tell() if packed.seekable() else 0)
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile):
-        raise ConfigError(
-            f"cannot read {path}: the compressed file is truncated or damaged; {_complete(remedy)}"
-        ) from None
-    except OSError as error:
-        if error.errno is None:  # of bz2
-            raise ConfigError(f"cannot read {path}: the compressed file is damaged; {_complete(remedy)}") from None
-        raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}") from None
+                    yield Part(head, packed.tell() if packed.seekable() else 0)
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile):
+            raise ConfigError(
+                f"cannot read {path}: the compressed file is truncated or damaged; {_complete(remedy)}"
+            ) from None
+        except OSError as error:
+            if is_url(path):
+                raise
+            if error.errno is None:  # of bz2
+                raise ConfigError(f"cannot read {path}: the compressed file is damaged; {_complete(remedy)}") from None
+            raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}") from None
 
 
 def check_file(path: str, wanted: str, remedy: str, option: str = "") -> int:
@@ -91,11 +95,21 @@ def check_file(path: str, wanted: str, remedy: str, option: str = "") -> int:
     Raises:
       ConfigError: see `read_parts`.
     """
-    _check_place(path, remedy, option)
-    if not os.path.isfile(path):
+    check_place(path, remedy, option)
+    if not (is_url(path) or os.path.isfile(path)):
         return 0
     next(read_parts(path, wanted, remedy, option), None)
-    return os.path.getsize(path)
+    with remote_errors(path, remedy):
+        return size_of(path)
+
+
+def first_bytes(path: str) -> bytes:
+    """The first bytes of a file after decompression, at least 512 if it has as many; none if they cannot be read."""
+    try:
+        with open(path, "rb") as packed:
+            return next(_unpacked(packed), b"")
+    except (OSError, EOFError, zlib.error, lzma.LZMAError):
+        return b""
 
 
 def read_text(path: str, wanted: str, remedy: str) -> str:
@@ -169,8 +183,10 @@ def _unpacked_zst(packed: BinaryIO) -> Iterator[bytes]:
         raise EOFError
 
 
-def _check_place(path: str, remedy: str, option: str) -> None:
-    """Refuses what is neither a file nor a pipe."""
+def check_place(path: str, remedy: str, option: str) -> None:
+    """Refuses what is neither a file nor a pipe; of a URL nothing."""
+    if is_url(path):
+        return
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError as error:

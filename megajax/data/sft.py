@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.data.blocks import Block, json_lines
 from megajax.data.chat_template import ChatTemplate, Sample, has_template, load_template
 from megajax.data.file_kinds import not_utf8
 from megajax.data.sft_rows import Chat, Pair, read_row
-from megajax.data.text import Block, json_lines, read_blocks
+from megajax.data.text import read_blocks
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megajax.schedules.errors import counted
 

@@ -15,7 +15,10 @@ from megajax.data.loader import Boundaries, Loader, RowLoader, TokenSamples
 from megajax.data.packing import PackedSamples
 from megajax.data.pair_sums import verify_pairs
 from megajax.data.ramp import RampedLoader
+from megajax.data.recipe import Recipe
 from megajax.data.sft import load_answers
+from megajax.data.sources import Wanted
+from megajax.data.stream import StreamLoader, StreamSamples, parse_stream, parse_weights
 from megajax.data.task_samples import TaskSamples, task_loader
 from megajax.data.text import load_documents, split_documents, tokenise
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer, with_vocabulary
@@ -49,6 +52,8 @@ def open_data(run: RunConfig) -> RunData:
     tokenizer = tokenizer_of_model(run, load_tokenizer(run.data.tokenizer, run.data.end_of_document))
     training, validation = make_loaders(run, tokenizer)
     lines = describe(training.samples, run.total_samples)
+    if isinstance(training.samples, StreamSamples):  # not read twice: its fingerprint is that of its options
+        return RunData(StreamLoader(training, run), validation, lines, validation, tokenizer)
     return RunData(RampedLoader(training, run), validation, lines, {"training": training, **validation}, tokenizer)
 
 
@@ -109,12 +114,7 @@ def make_samples(
         verify_pairs(_prefixes(data), (joined.process_id or 0, joined.num_processes or 1))
     settings = (sequence_length, seed, data.data_cache, make)
     if data.train_data_path:
-        if validation and not data.valid_data_path:
-            raise ConfigError(
-                "--train-data-path has no validation data: pass --valid-data-path PREFIX, or --validation-batches 0"
-            )
-        sets = validation_sets(data.valid_data_path, "--valid-data-path") if validation else {}
-        valid = {name: Blend.parse(words).whole(validation, *settings) for name, words in sets.items()}
+        valid = _validation_sets(data, "--train-data-path", validation, settings)
         return Blend.parse(data.train_data_path).whole(max(1, training), *settings), valid
     split = data.split or DEFAULT_SPLIT
     bounds = split_bounds(split)
@@ -125,6 +125,33 @@ def make_samples(
     blend = Blend.parse(data.data_path)
     valid = {DEFAULT_SET: blend.samples(bounds[1], validation, *settings)} if validation else {}
     return blend.samples(bounds[0], max(1, training), *settings), valid
+
+
+def _validation_sets(data: DataConfig, option: str, validation: int, settings: tuple) -> dict[str, Any]:
+    """The samples of --valid-data-path."""
+    if validation and not data.valid_data_path:
+        raise ConfigError(f"{option} has no validation data: pass --valid-data-path PREFIX, or --validation-batches 0")
+    sets = validation_sets(data.valid_data_path or (), "--valid-data-path") if validation else {}
+    return {name: Blend.parse(words).whole(validation, *settings) for name, words in sets.items()}
+
+
+def _stream_samples(run: RunConfig, tokenizer: Tokenizer) -> StreamSamples:
+    """The samples of --stream."""
+    data, train = run.data, run.train
+    wanted = Wanted((data.text_key,), data.stream_split, data.stream_subset)
+    sources, weights = parse_stream(data.stream or (), wanted, train.seed)
+    later = parse_weights(data.stream_weights or (), len(sources))
+    recipe = Recipe(data.tokenizer, data.end_of_document, (data.text_key,))
+    return StreamSamples(
+        sources,
+        [(0, weights), *later],
+        run.model.sequence_length,
+        train.seed,
+        recipe,
+        data.stream_workers,
+        data.shuffle_samples,
+        kept=8 * train.global_batch_size,
+    )
 
 
 def _prefixes(data: DataConfig) -> list[str]:
@@ -147,8 +174,12 @@ def make_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, dict[str
     if data.sft_data:
         return _packed_loaders(run, tokenizer)
     counts = (needed, train.validation_batches * train.global_batch_size)
-    training, validation = make_samples(data, tokenizer, run.model.sequence_length, train.seed, *counts, masking)
-    if not isinstance(training, TokenSamples | BertTextSamples):  # they are repeated
+    if data.stream:
+        settings = (run.model.sequence_length, train.seed, data.data_cache, gpt_samples)
+        training, validation = _stream_samples(run, tokenizer), _validation_sets(data, "--stream", counts[1], settings)
+    else:
+        training, validation = make_samples(data, tokenizer, run.model.sequence_length, train.seed, *counts, masking)
+    if not isinstance(training, TokenSamples | BertTextSamples | StreamSamples):  # they are repeated
         check_number(max(0, needed - 1), training.count)
     for name, samples in validation.items():
         if isinstance(samples, BlendedSamples) and samples.count < train.global_batch_size:
@@ -172,7 +203,7 @@ def _masking(run: RunConfig) -> Masking | None:
     if not isinstance(run.model, BertConfig):
         return None
     run.model.require_loss()  # before the program is compiled, which raises it too
-    for name in ("sft_data", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+    for name in ("sft_data", "stream", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if getattr(run.data, name):
             raise ConfigError(
                 f"{option(name)} is not an option of BERT's samples, which are of one document each: omit it."
@@ -215,6 +246,8 @@ def _packed_loaders(run: RunConfig, tokenizer: Tokenizer) -> tuple[Loader, dict[
 
 def describe(samples: Samples, needed: int) -> list[str]:
     """One line per dataset: its tokens, and the number of epochs in a run of `needed` samples."""
+    if isinstance(samples, StreamSamples):
+        return samples.describe()
     if isinstance(samples, PackedSamples | TaskSamples):
         return [samples.describe(needed)]
     if isinstance(samples, TokenSamples):

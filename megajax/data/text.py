@@ -1,88 +1,57 @@
 """Text files as documents: loaded whole for training, or read in blocks by preprocessing.
 
-`load_documents`, `split_documents` and `tokenise` turn a text that fits in memory into token streams. `read_blocks` and
-`documents_of` read files of any size as blocks of whole documents, the units of work of preprocessing.
+`load_documents`, `split_documents` and `tokenise` turn a text that fits in memory into token streams. `read_blocks` reads
+files of any size, and what else `megajax.data.sources` knows, as blocks of whole documents.
 """
 
 import gzip
 import importlib.resources
-import json
-import pathlib
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.data.file_kinds import is_json_lines, not_utf8
-from megajax.data.read_file import read_parts, read_text
+from megajax.data.arrow_rows import read_arrow
+from megajax.data.blocks import Block, documents_of
+from megajax.data.file_kinds import is_json_lines
+from megajax.data.read_file import check_file, read_parts, read_text
+from megajax.data.rows import read_table, read_tar
+from megajax.data.sources import ROWS, TEXTS, Wanted, source_kind
 from megajax.data.tokenizers import Tokenizer
-from megajax.schedules.errors import shown
 
-JSONL = (".jsonl", ".json", ".ndjson")
+__all__ = [
+    "TEXT_DOCUMENTS",
+    "check_source",
+    "load_documents",
+    "numbered_lines",
+    "read_blocks",
+    "split_documents",
+    "split_sentences",
+    "tokenise",
+]
+
 TEXT_DOCUMENTS = ("file", "paragraph", "line")
-COMPRESSED = re.compile(r"\.(gz|zst|bz2|xz)$", re.IGNORECASE)
-SHOWN = 80  # characters of a bad line that are printed
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class Block(NamedTuple):
-    """One or more whole documents.
-
-    Attributes:
-      path: the file.
-      kind: the unit of a document, "jsonl" or one of TEXT_DOCUMENTS.
-      first_line: line number of the block's first line in the file.
-      content: decompressed bytes.
-      read: bytes of the (compressed) file read so far.
-      before: decompressed bytes before the block.
-    """
-
-    path: str
-    kind: str
-    first_line: int
-    content: bytes
-    read: int
-    before: int = 0
-
-
-class BadLine(NamedTuple):
-    """A line that is not a document, and the reason.
-
-    Attributes:
-      start: the line's first characters.
-      keys: of an object without the wanted key, the keys that have texts, the longest text's first.
-    """
-
-    path: str
-    line: int
-    reason: str
-    start: str
-    keys: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.path}, line {self.line}: {self.reason}: {self.start}"
-
-
-def kind_of(path: str, text_documents: str) -> str:
-    """The unit of a document in a file, by the file's name: "jsonl", or `text_documents` for any other file."""
-    return "jsonl" if pathlib.Path(COMPRESSED.sub("", path)).suffix.lower() in JSONL else text_documents
-
-
-def read_blocks(path: str, kind: str, option: str = "--input") -> Iterator[Block]:
-    """The blocks of a file, decompressed. Memory is one block, or more for a longer document.
+def read_blocks(path: str, kind: str, option: str = "--input", wanted: Wanted = TEXTS) -> Iterator[Block]:
+    """The blocks of a source, decompressed. Memory is one block, or more for a longer document.
 
     A file that is to be one document of plain text ("file"), and has JSON objects in its lines, has the kind "jsonl".
 
     Args:
-      path: the file.
-      kind: the unit of a document.
+      path: the file, folder, URL or name.
+      kind: see `source_kind`.
       option: the option that names the file, for messages.
+      wanted: of sources that have rows: which texts of them.
 
     Raises:
       ConfigError: the file cannot be read, is damaged, or of a format that is not read; see `read_parts`.
     """
+    if kind in ROWS:
+        read = read_table if kind == "table" else read_tar if kind == "tar" else read_arrow
+        yield from read(path, kind, wanted, option)
+        return
     line, before, held, place = 1, 0, [], 0
     for number, (part, place) in enumerate(read_parts(path, kind, f"pass {option} a readable file", option)):
         if not number and kind == "file" and is_json_lines(part):
@@ -99,22 +68,16 @@ def read_blocks(path: str, kind: str, option: str = "--input") -> Iterator[Block
         yield Block(path, kind, line, b"".join(held), place, before)
 
 
-def documents_of(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
-    """The block's documents, each with the text of every key (plain text has one), and the lines that are not documents."""
-    if block.kind == "jsonl":
-        return _json_documents(block, keys)
-    try:
-        text = block.content.decode("utf-8-sig" if block.first_line == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        line = block.first_line + block.content.count(b"\n", 0, error.start)
-        if block.kind == "file":
-            start = repr(block.content[error.start : error.start + 20])
-            return [], [BadLine(block.path, line, not_utf8(error, block.path, block.before), start)]
-        return _bytewise(block)
-    if block.kind == "file":
-        return [(text,)] if text.strip() else [], []
-    parts = text.split("\n") if block.kind == "line" else re.split(r"\n[ \t\r]*\n", text)
-    return [(part.strip("\r\n"),) for part in parts if part.strip()], []
+def check_source(path: str, kind: str, option: str, wanted: Wanted) -> int:
+    """Reads the beginning of a source; returns its bytes, 0 if they are not known.
+
+    Raises:
+      ConfigError: see `read_blocks`.
+    """
+    if kind not in ROWS:
+        return check_file(path, kind, f"pass {option} a readable file", option)
+    first = next(read_blocks(path, kind, option, wanted), None)
+    return first.size if first else 0
 
 
 def numbered_lines(path: str, remedy: str, wanted: str = "jsonl") -> list[tuple[str, str]]:
@@ -145,7 +108,7 @@ def load_documents(path: str | None = None) -> list[str]:
     """The documents of a file that are not blank, read as by preprocessing, except that a bad line is an error.
 
     Args:
-      path: a file, which may be a .gz or .zst; None: the bundled plays and poems (megajax/data/text/SOURCE.md).
+      path: a file that `read_blocks` reads; None: the bundled plays and poems (megajax/data/text/SOURCE.md).
 
     Raises:
       ConfigError: the file cannot be read, is empty or not UTF-8, or a line is not a JSON object with a "text".
@@ -154,7 +117,7 @@ def load_documents(path: str | None = None) -> list[str]:
         packaged = importlib.resources.files("megajax.data") / "text" / "corpus.jsonl.gz"
         blocks = iter([Block("corpus.jsonl", "jsonl", 1, gzip.decompress(packaged.read_bytes()), 0)])
     else:
-        blocks = read_blocks(path, kind_of(path, "file"), "--text")
+        blocks = read_blocks(path, source_kind(path, "file"), "--text")
     documents = []
     for block in blocks:
         found, bad = documents_of(block, ("text",))
@@ -202,88 +165,3 @@ def _end_of_documents(part: bytes, kind: str) -> int:
         return part.rfind(b"\n") + 1
     ends = [match.end() for match in re.finditer(rb"\n[ \t\r]*\n", part)]
     return ends[-1] if ends else 0
-
-
-class JsonLine(NamedTuple):
-    """A line of JSON lines that is not blank.
-
-    Attributes:
-      number: of the line in the file.
-      before: bytes of the file before the line.
-      content: the line, without the file's byte order mark.
-    """
-
-    number: int
-    before: int
-    content: bytes
-
-
-def json_lines(block: Block) -> Iterator[JsonLine]:
-    """The lines of a block that are not blank."""
-    start, number = 0, block.first_line
-    while start < len(block.content):
-        end = block.content.find(b"\n", start) + 1 or len(block.content)
-        line = block.content[start:end]
-        if line.strip():
-            mark = len(BYTE_ORDER_MARK) * (number == 1 and line.startswith(BYTE_ORDER_MARK))
-            yield JsonLine(number, block.before + start + mark, line[mark:])
-        start, number = end, number + 1
-
-
-def _json_documents(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
-    documents, bad = [], []
-    for line in json_lines(block):
-        record = None
-        try:
-            record = json.loads(line.content)
-            texts = tuple(record[key] for key in keys)
-            for text in texts:
-                text.encode()  # fails for values that are not strings, and for half a surrogate pair
-            documents.append(texts)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            start = repr(line.content[:SHOWN].rstrip(b"\r\n").decode(errors="replace"))
-            if isinstance(error, KeyError):
-                reason, others = _missing_key(error.args[0], record)
-                bad.append(BadLine(block.path, line.number, reason, start, others))
-            else:
-                reason = _reason(error, keys, block.path, line.before)
-                bad.append(BadLine(block.path, line.number, reason, start))
-    return documents, bad
-
-
-def _missing_key(key: str, record: dict) -> tuple[str, tuple[str, ...]]:
-    """Why an object has no document, and its keys that have texts, the longest text's first."""
-    texts = sorted(
-        (name for name, value in record.items() if isinstance(value, str)), key=lambda name: -len(record[name])
-    )
-    inner = next((name for name, value in record.items() if isinstance(value, dict) and key in value), None)
-    if inner is not None:
-        return f"no {key!r}, which is in {inner!r} (jq -c '.{inner}' takes it out)", ()
-    found = f" (keys: {', '.join(map(shown, list(record)[:8]))})" if record else ""
-    return f"no {key!r}{found}", tuple(texts)
-
-
-def _reason(error: Exception, keys: Sequence[str], path: str, before: int) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return not_utf8(error, path, before)
-    if isinstance(error, UnicodeEncodeError):
-        return "half a surrogate pair"
-    if isinstance(error, json.JSONDecodeError):
-        return "not JSON"
-    return f"not an object with a string {' and '.join(map(repr, keys))}"
-
-
-def _bytewise(block: Block) -> tuple[list[tuple[str, ...]], list[BadLine]]:
-    """Decodes a block that is not entirely UTF-8 line by line or paragraph by paragraph."""
-    documents, bad, line, before = [], [], block.first_line, block.before
-    separator = rb"(\n)" if block.kind == "line" else rb"(\n[ \t\r]*\n)"
-    for part in re.split(separator, block.content):
-        try:
-            text = part.decode()
-            if text.strip():
-                documents.append((text.strip("\r\n"),))
-        except UnicodeDecodeError as error:
-            start, number = repr(part[error.start : error.start + 20]), line + part.count(b"\n", 0, error.start)
-            bad.append(BadLine(block.path, number, not_utf8(error, block.path, before), start))
-        line, before = line + part.count(b"\n"), before + len(part)
-    return documents, bad

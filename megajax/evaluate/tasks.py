@@ -13,7 +13,9 @@ import numpy as np
 
 from megajax.config import ConfigError
 from megajax.config.evaluate import STRIDE
-from megajax.data.text import documents_of, kind_of, read_blocks
+from megajax.data.blocks import documents_of
+from megajax.data.sources import kind_of
+from megajax.data.text import read_blocks
 from megajax.data.tokenizers import Tokenizer
 from megajax.evaluate.detokenize import DETOKENIZERS
 from megajax.evaluate.scorer import Request, Score

@@ -12,7 +12,7 @@ import sys
 from megajax.schedules.arguments import plain_text
 from megajax.schedules.errors import shown
 
-__all__ = ["hub_advice", "local_path", "path_problem", "tell_replaced"]
+__all__ = ["hub_advice", "local_path", "path_problem", "source_path", "source_problem", "tell_replaced"]
 
 COPIES = {  # what copies files of an object store or file system, by the scheme of its URLs
     ("s3", "s3a", "s3n", "r2", "minio", "swift", "cos", "oss", "oci", "tos", "obs"): "aws s3 sync",
@@ -69,6 +69,33 @@ def local_path(word: str) -> str:
     """A reader of paths, for `type` of an option."""
     if problem := path_problem(plain_text(word)):
         raise argparse.ArgumentTypeError(f"{shown(word)} {problem[0]}: pass {problem[1]}")
+    return word
+
+
+def source_problem(word: str) -> tuple[str, str] | None:
+    """As `path_problem`, of a source of data: a path, a URL (SCHEME://...) or hub:ORG/NAME."""
+    if word.lower().startswith("hub:"):
+        named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", word[4:].strip("/"))
+        return None if named else ("is no name of a dataset on the Hub", "hub:ORG/NAME")
+    found = SCHEME.fullmatch(word)
+    if not found or len(found[2]) < 2 or found[1].lower() in ("ssh", "scp", "rsync", "git"):
+        return path_problem(word)
+    if "@" in found[3].partition("/")[0]:
+        found_by = "the libraries of fsspec find credentials in the environment or in their own files"
+        return "names a user before its host", f"the URL without them ({found_by})"
+    return None if found[3].strip("/") else ("names no file", "a whole URL")
+
+
+def source_path(word: str) -> str:
+    """A reader of sources of data, for `type` of an option; see `source_problem`."""
+    if problem := source_problem(plain_text(word)):
+        raise argparse.ArgumentTypeError(f"{shown(word)} {problem[0]}: pass {problem[1]}")
+    if word.lower().startswith("hub:"):
+        return "hub:" + word[4:].strip("/")
+    found = SCHEME.fullmatch(word)
+    if found and len(found[2]) >= 2:
+        rest, scheme = found[3], found[1].lower()
+        return "/" + rest.removeprefix("localhost/") if scheme == "file" else f"{scheme}://{rest}"
     return word
 
 

@@ -132,7 +132,7 @@ class RunDirectory:
             require_library(output.track)
         self.jsonl = output.log_jsonl
         self.messages: list[str] = []
-        self.checkpoints = self.profiler = self.replicas = self.lock = self._resumed_path = None
+        self.checkpoints = self.profiler = self.replicas = self.lock = self._resumed_path = self._stored_data = None
         if self.directory is None:
             return
         choose(self.directory / "checkpoints", output.resume)  # an error here leaves no new directory behind
@@ -232,6 +232,7 @@ class RunDirectory:
             self._resumed_path, self.run, self._stored_layout(training), self.meta["tokenizer"]
         )
         state = started(self.run.train, state)
+        self._stored_data = self.replicas.restored_data if found else reader.read_meta(self._resumed_path).get("data")
         self.messages += messages + ([] if training.has_own_schedule else self._rate_change(state, progress))
         self._save_config()
         skipped = counted(progress.skipped, "skipped step")
@@ -239,6 +240,16 @@ class RunDirectory:
         self.messages += [f"resume    {after}"]
         self.messages += ["resume    " + text for text in self.checkpoints.set_aside(after=progress.step)]
         return state, progress
+
+    def connect_data(self, batches: Any, resumed: Progress | None) -> None:
+        """Has every checkpoint store the state of `batches`, and restores it as it was at the progress to resume from."""
+        if not hasattr(batches, "state"):
+            return
+        for saver in (self.checkpoints, self.replicas):
+            if saver:
+                saver.data_state = batches.state
+        if resumed and resumed.samples:
+            self.messages += batches.restore(resumed.samples, self._stored_data)
 
     def _stored_layout(self, training: Training) -> StateLayout:
         """The layout of the checkpoint to resume from, without what another schedule or another --ema-decay left out."""

@@ -10,7 +10,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -30,7 +30,7 @@ from megajax.schedules.errors import counted
 from megajax.train.callbacks import Callbacks, Control, Result, check_callbacks
 from megajax.train.check import model_to_check
 from megajax.train.goodput import NAME, Goodput
-from megajax.train.loop import Batches, Progress, TrainerHooks, train
+from megajax.train.loop import Progress, TrainerHooks, train
 from megajax.train.lr_schedule import SamplesSchedule, Schedule, rate_of
 from megajax.train.optimizer import MakeOptimizer
 from megajax.train.replica_check import Checks
@@ -49,10 +49,11 @@ class OwnParts(TypedDict, total=False):
 
     Attributes:
       model: the PipelineModel's class; None: the one that is registered for the type of `run.model`.
-      data: the training batches: `batch(consumed_samples)` returns a dict of arrays [microbatches, samples a microbatch,
-        ...] with the run's batch size; None: `run.data`.
-      validation_data: the same of validation batches, if `data` is given, or of several sets by name; None: no
-        validation.
+      data: the training samples: anything with an index and a length, or that can be iterated, or a function that
+        returns an iterator (docs/data.md#data-of-ones-own). Its items are dicts of arrays, of one sample or of several;
+        `Samples` says how often they are read, and where their state is. Or the batches: `batch(consumed_samples)`
+        returns a dict of arrays [microbatches, samples a microbatch, ...] with the run's batch size. None: `run.data`.
+      validation_data: the same of validation, if `data` is given, or of several sets by name; None: no validation.
       rules: the sharding rules; None: the model's.
       optimizer: `optimizer(context)` returns an optax.GradientTransformation; `context` is an `OptimizerContext`. None:
         that of `run.train`.
@@ -61,8 +62,8 @@ class OwnParts(TypedDict, total=False):
     """
 
     model: type | None
-    data: Batches | None
-    validation_data: Batches | Mapping[str, Batches] | None
+    data: Any
+    validation_data: Any
     rules: Any
     optimizer: MakeOptimizer | None
     schedule: Schedule | SamplesSchedule | None
@@ -163,6 +164,7 @@ class Trainer:
         # CPU devices share the cores with one another and with all else that runs: no figure is a peak
         peak = device_peak(devices, self.run.train.precision) if devices[0].platform != "cpu" else None
         resume = self.directory.resume(self.training) or self._imported_state(initial_params)
+        self.directory.connect_data(self.data.batches, resume[1] if resume else None)
         minutes = self.output.exit_after_minutes
         with (
             self.directory.open_log(resume[1] if resume else Progress()) as log,
@@ -198,6 +200,8 @@ class Trainer:
                     log.message(text)
             finally:
                 goodput.write()
+                if hasattr(self.data.batches, "close"):  # the processes of a stream
+                    self.data.batches.close()
             log.message(goodput.describe())
         return result
 

@@ -1,13 +1,15 @@
 """Batches of the user's, checked as they are read: on the host, in the thread that reads ahead."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from megajax.config import ConfigError, RunConfig
+from megajax.config import BertConfig, ConfigError, ModelConfig, RunConfig
 from megajax.config.batch_ramp import batch_size
 from megajax.config.validation_sets import DEFAULT_SET
 from megajax.data.source import RunData
+from megajax.data.user_samples import Samples, UserSamples, gives_batches
 from megajax.models.ids import checked_ids
 from megajax.models.interface import PipelineModel
 from megajax.train.check import check_batch
@@ -16,13 +18,29 @@ from megajax.train.loop import Batch, Batches
 __all__ = ["UserBatches", "user_data"]
 
 
-def user_data(
-    data: Batches, validation: Batches | Mapping[str, Batches] | None, run: RunConfig, model: PipelineModel
-) -> RunData:
-    """Batches of the user's as the data of a run; for arguments see `Trainer` and `UserBatches`."""
+def user_data(data: Any, validation: Any, run: RunConfig, model: PipelineModel) -> RunData:
+    """Batches or samples of the user's as the data of a run; for arguments see `Trainer` and `UserBatches`."""
     sets = validation if isinstance(validation, Mapping) else {DEFAULT_SET: validation}
-    checked = {name: UserBatches(one, run, model) for name, one in sets.items() if one is not None}
-    return RunData(UserBatches(data, run, model), checked, [f"batches of {type(data).__name__}"])
+    checked = {
+        name: UserBatches(_source(one, run, model, f"the data of {name}"), run, model)
+        for name, one in sets.items()
+        if one is not None
+    }
+    source = _source(data, run, model, "data")
+    lines = [source.description if isinstance(source, UserSamples) else f"batches of {type(source).__name__}"]
+    return RunData(UserBatches(source, run, model), checked, lines)
+
+
+def _source(data: Any, run: RunConfig, model: PipelineModel, name: str) -> Any:
+    """An object that gives batches."""
+    if not isinstance(data, Samples):
+        if gives_batches(data):
+            return data
+        data = Samples(data, epochs=1 if name == "data" else None)
+    elif gives_batches(data.data):
+        kind = type(data.data).__name__
+        raise ConfigError(f"{kind} gives batches by the samples consumed, not samples: pass it without Samples")
+    return UserSamples(data, run, model.batch_shapes(), name)
 
 
 class UserBatches:
@@ -40,12 +58,22 @@ class UserBatches:
         self.data, self.run, self.model = data, run, model
         self.global_batch_size = batch_size(run.train, consumed_samples)
         self.fitting: set[tuple] = set()  # the types of batches that the model takes
+        if hasattr(data, "batches_of_an_epoch"):  # else it has no end
+            self.batches_of_an_epoch = data.batches_of_an_epoch
 
     def at(self, consumed_samples: int) -> "UserBatches":
         """The batches from a sample on."""
         later = UserBatches(self.data, self.run, self.model, consumed_samples)
         later.fitting = self.fitting
         return later
+
+    def state(self, consumed_samples: int) -> str | None:
+        """What a checkpoint after that many samples stores of the data; None: nothing."""
+        return self.data.state(consumed_samples) if isinstance(self.data, UserSamples) else None
+
+    def restore(self, consumed_samples: int, stored: str | None) -> list[str]:
+        """Continues after that many samples, from what `state` returned then; returns messages."""
+        return self.data.restore(consumed_samples, stored) if isinstance(self.data, UserSamples) else []
 
     def batch(self, consumed_samples: int) -> Batch:
         """The batch that starts with sample `consumed_samples`, as NumPy arrays.
@@ -66,5 +94,20 @@ class UserBatches:
         types = tuple((name, array.shape, array.dtype) for name, array in batch.items())
         if types not in self.fitting:
             check_batch(self.model, batch, f"batch({consumed_samples})", self.run.parallel.data)
+            _check_shifted(self.run, batch)
             self.fitting.add(types)
         return checked_ids(batch, self.model.id_bounds())
+
+
+def _check_shifted(run: RunConfig, batch: Batch) -> None:
+    """Refuses labels that are the tokens themselves, as libraries have them whose models shift the labels."""
+    if not isinstance(run.model, ModelConfig) or isinstance(run.model, BertConfig):
+        return
+    tokens, labels = batch.get("tokens"), batch.get("labels")
+    if tokens is None or labels is None or tokens.shape != labels.shape or tokens.shape[-1] < 2:
+        return
+    counts = labels >= 0  # others are ignored
+    if (tokens != tokens.flat[0]).any() and counts.any() and (tokens == labels)[counts].all():
+        raise ConfigError(
+            "the batch's 'labels' are its 'tokens', which the model does not shift: give tokens = ids[:-1], labels = ids[1:]"
+        )

@@ -89,7 +89,6 @@ def test_every_option_of_a_training_that_takes_a_path_refuses_a_remote_one(capsy
 COMMANDS = {  # the words of a command, with a path in the place of X
     "megajax.checkpoint.inspect": ["X"],
     "megajax.data.preprocess": [
-        "--input X --out a --tokenizer byte",
         "--input a --out X --tokenizer byte",
         "--input a --out b --tokenizer X",
         "merge --input a X --out b",

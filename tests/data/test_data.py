@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
+from megajax.data.blocks import documents_of
 from megajax.data.loader import Loader, TokenSamples
-from megajax.data.text import documents_of, kind_of, load_documents, read_blocks, split_documents, tokenise
+from megajax.data.sources import kind_of
+from megajax.data.text import load_documents, read_blocks, split_documents, tokenise
 from megajax.data.tokenizers import load_tokenizer
 
 

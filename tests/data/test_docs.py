@@ -13,7 +13,8 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "data.md").read_text()
 
 def test_the_python_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], {})
+    for program in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(program, {})
 
 
 def test_the_options_of_the_page_exist(capsys):

@@ -20,7 +20,8 @@ from megajax.data.bert import BertSamples, WordPieces
 from megajax.data.gpt_samples import GPTSamples
 from megajax.data.indexed import DTYPES, HEADER, MAGIC, IndexedDataset, IndexedWriter, pair_paths
 from megajax.data.loader import Loader
-from megajax.data.text import TEXT_DOCUMENTS, kind_of, load_documents, read_blocks
+from megajax.data.sources import kind_of
+from megajax.data.text import TEXT_DOCUMENTS, load_documents, read_blocks
 from megajax.data.tokenizers import load_tokenizer, tokenizer_hash
 
 EXAMPLES = pytest.mark.parametrize("examples", [50, pytest.param(2000, marks=pytest.mark.slow)])

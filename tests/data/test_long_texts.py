@@ -11,8 +11,8 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from megajax.config import ConfigError
 from megajax.data import long_texts, preprocess
+from megajax.data.blocks import Block
 from megajax.data.long_texts import PATTERNS, batches, pieces, splits_at_cuts
-from megajax.data.text import Block
 from megajax.data.tokenizers import load_tokenizer
 
 # What the pre-tokenizers treat differently: letters of several scripts, marks, digits, contractions, all kinds of spaces.

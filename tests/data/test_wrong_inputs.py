@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import sys
 import threading
 
 import pytest
@@ -23,7 +24,7 @@ from megajax.data.tokenizers import load_tokenizer
 from megajax.evaluate.tasks import make_task
 from megajax.generate.prompts import read_prompts
 from megajax.schedules.errors import exit_code
-from tests.data.wrong_files import CONTENTS, PLACES, READABLE
+from tests.data.wrong_files import ARROW, CONTENTS, PLACES, READABLE, SOURCES
 
 BYTES = load_tokenizer("byte")
 
@@ -79,7 +80,7 @@ def refused(capsys, command, path) -> str:
 
 
 @pytest.mark.parametrize("command", [text, tokenized])
-@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("name", [name for name in CONTENTS if name not in {*ARROW, *SOURCES}])
 def test_a_file_that_is_no_text_is_named_with_what_to_do(name, command, folder, capsys):
     content, what, remedy = CONTENTS[name]
     (folder / name).write_bytes(content)
@@ -91,12 +92,32 @@ def test_a_file_that_is_no_text_is_named_with_what_to_do(name, command, folder, 
 
 
 @pytest.mark.parametrize("command", [text, tokenized])
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", [name for name in PLACES if name not in ARROW])
 def test_what_is_no_file_is_named_with_what_to_do(name, command, folder, capsys):
     make, what, remedy = PLACES[name]
     path = str(make(folder))
     error = refused(capsys, command, path)
     assert path in error and what in error and remedy in error
+
+
+@pytest.mark.parametrize("command", [text, tokenized])
+@pytest.mark.parametrize("name", ARROW)
+def test_what_pyarrow_reads_names_it_where_it_is_missing(name, command, folder, capsys, monkeypatch):
+    if name in CONTENTS:
+        path, what = name, CONTENTS[name][1].partition(",")[0].replace("stream", "file")
+        (folder / name).write_bytes(CONTENTS[name][0])
+    else:
+        path, what = str(PLACES[name][0](folder)), "is a dataset, written by save_to_disk"
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    error = refused(capsys, command, path)
+    assert path in error and what in error and "pip install 'megajax[data]'" in error
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_tables_and_shards_are_read(name, folder):
+    (folder / name).write_bytes(CONTENTS[name][0])
+    assert exit_code(lambda: text(name)) == exit_code(lambda: tokenized(name)) == 0
+    assert IndexedDataset("pair").document_count == SOURCES[name] == len(load_documents(name))
 
 
 @pytest.mark.parametrize("name", READABLE)
@@ -134,7 +155,7 @@ def test_the_proposed_command_makes_json_lines(name, folder):
     content = CONTENTS[name][0]
     (folder / name).write_bytes(content)
     with pytest.raises(ConfigError) as error:
-        load_documents(name)
+        READERS["--sft-data"](name)
     program = re.search(r'`python -c "(.*)" > \S+`', str(error.value))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(program[1], {})

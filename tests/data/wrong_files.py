@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import zstandard
 
-__all__ = ["CONTENTS", "PLACES", "READABLE"]
+__all__ = ["ARROW", "CONTENTS", "PLACES", "READABLE", "SOURCES"]
 
 ROW = {"text": "The quick brown fox. It jumps over the lazy dog."}
 LINES = "".join(json.dumps(ROW | {"id": number}) + "\n" for number in range(40))
@@ -106,6 +106,9 @@ CONTENTS: dict[str, tuple[bytes, str, str]] = {
     "empty.jsonl": (b"", "", ""),
     "blank.txt": (b" \r\n\r\n", "", ""),
 }
+# Of these, and of PLACES, what preprocessing and --text read: the documents, and what they read with pyarrow.
+SOURCES = {"a.csv": 3, "a.tsv": 3, "a.csv.gz": 3, "shard.tar": 1, "shard.tar.gz": 1}
+ARROW = ("a.parquet", "renamed.jsonl", "a.arrow", "data-00000-of-00001.arrow", "save_to_disk", "splits")
 # Files that are read although their names or ends of line are unusual: the documents.
 READABLE: dict[str, tuple[bytes, int]] = {
     "no_ending": (LINES.encode(), 40),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, OutputConfig, RunConfig
+from megajax.data.user_samples import Samples
 from megajax.train import trainer as trainer_module
 from megajax.train.sinks import read_steps
 from megajax.train.trainer import Trainer
@@ -75,6 +76,39 @@ def test_a_run_of_the_users_batches_stops_resumes_and_ends_as_one_run(tmp_path, 
     again = Trainer(run, data=Batches(run), output=output, devices=jax.devices()[:1]).fit()
     assert again.stopped is None  # no step was left: the metrics are those of the last one
     assert (again.metrics["step"], again.metrics["loss"]) == (6, rest.metrics["loss"])
+
+
+def test_a_run_on_samples_stops_and_resumes_as_one_run_of_batches(tmp_path, capsys):
+    """A function with a state of its own gives the samples of the batches one at a time."""
+    run, devices = make_run(), jax.devices()[:1]
+    whole = Trainer(run, data=Batches(run), validation_data=Batches(run), devices=devices).fit()
+    rows = runs.loader_of(run).rows(np.arange(8 * small.BATCH))
+
+    def source(at):
+        while at[0] < len(rows["tokens"]):
+            at[0] += 1
+            yield {name: array[at[0] - 1] for name, array in rows.items() if name != "sample"}
+
+    def fit(**output):
+        at = [0]
+        data = Samples(lambda: source(at), data_state=(lambda: at[0], lambda state: at.__setitem__(0, state)))
+        valid = [{name: array[n] for name, array in rows.items()} for n in range(2 * small.BATCH)]
+        output = OutputConfig(run_dir=str(tmp_path), tensorboard=False, **output)
+        return Trainer(run, data=data, validation_data=valid, output=output, devices=devices).fit()
+
+    assert fit(exit_after_minutes=1e-6).metrics["step"] == 1
+    assert "samples of function, in its order (its state is saved)" in capsys.readouterr().out
+    rest = fit(resume="auto")
+    assert "data continues from its state in the checkpoint" in capsys.readouterr().out
+    assert rest.metrics["loss"] == whole.metrics["loss"]
+    few = [{name: array[n] for name, array in rows.items()} for n in range(10)]
+    with pytest.raises(ConfigError, match="data ended after 10 samples, and the run needs"):
+        Trainer(run, data=few, devices=devices)
+    same = [one | {"labels": one["tokens"]} for one in few]
+    with pytest.raises(ConfigError, match=r"'labels' are its 'tokens'.*give tokens = ids\[:-1\], labels = ids\[1:\]"):
+        Trainer(run, data=Samples(same, epochs=None), devices=devices).fit()
+    with pytest.raises(ConfigError, match="Batches gives batches by the samples consumed, not samples"):
+        Trainer(run, data=Samples(Batches(run), epochs=2), devices=devices)
 
 
 def test_batches_of_another_shape_are_refused_in_one_line():
