@@ -11,7 +11,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/verification.md"
-LISTS = ("slow_tests", "judge_tests")
+LISTS = ("slow_tests", "judge_tests", "extra_tests")
 
 
 def collected(*names: str) -> set[str]:

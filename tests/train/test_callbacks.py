@@ -21,7 +21,9 @@ from megajax.train.sinks import read_steps
 from megajax.train.trainer import Trainer
 from megajax.train.validation import Scores
 from tests import small
+from tests.runtime.test_distributed import ONE_DEVICE, free_port
 from tests.runtime.test_preemption import Service
+from tests.train.front_door import SMALL, Command
 from tests.train.test_loop import Evaluated, MeanTraining, Records, run_loop
 from tests.train.test_trainer import Batches, make_run
 
@@ -269,3 +271,20 @@ def test_processes_save_after_the_same_steps_and_stop_after_one(monkeypatch, see
     step, reason, saved = done[0]
     assert reason == "enough" and step >= 600 and len(saved) == 3
     assert 10 <= saved[0] and 200 <= saved[1] and 400 <= saved[2] <= step
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_stop_when_one_of_them_asks(tmp_path):
+    """Both have the checkpoint of one step, and end after one step, which is saved too."""
+    flags = (
+        f"{SMALL} {ONE_DEVICE.format(2)} --steps 100000 --run-dir {tmp_path}/run --coordinator 127.0.0.1:{free_port()}"
+    )
+    words = [*flags.split(), "--processes", "2", "--process-id"]
+    found = [Command(tmp_path, ["tests.train.asking", *words, str(i)], f"process_{i}") for i in range(2)]
+    assert [run.wait() for run in found] == [0, 0], [run.err for run in found]
+    saved = complete_steps(tmp_path / "run" / "checkpoints")
+    assert len(saved) == 2 and 6 <= saved[0] < saved[1]
+    for index, run in enumerate(found):
+        told = [f"process {index} was told of step {step}" for step in saved]
+        assert [line for line in run.out.splitlines() if "told" in line] == told
+        assert f"process {index} ends: process 1 has enough" in run.out

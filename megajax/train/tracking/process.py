@@ -90,6 +90,9 @@ def main() -> int:
     """Runs until the training ends the run, or itself."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # where cores are few: a record that arrives does not interrupt the training
+        os.nice(10)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     answers = Answers(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
     pipe = os.fdopen(os.dup(0), encoding="utf-8")

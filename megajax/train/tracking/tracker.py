@@ -15,19 +15,20 @@ import importlib.util
 import json
 import os
 import pathlib
-import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import megajax
 from megajax.config import ConfigError, OutputConfig
 
-QUEUE = 1000  # records that wait for the process; with those in the pipe a megabyte or two
+QUEUE = 1000  # records that wait for the thread; with those in the pipe a megabyte or two
+INTERVAL = (
+    0.5  # seconds after which the thread sends what waits; to wake it for each record would interrupt the training
+)
 PACKAGE = pathlib.Path(megajax.__file__).parents[1]
 PROCESS = "megajax.train.tracking.process"
 ID_FILE = "tracker.json"  # in the run directory
@@ -83,7 +84,8 @@ class Tracker:
         """
         self.name, self.dropped = request["library"], 0
         self._wait, self._artifacts, self._log = request["wait"], artifacts, log
-        self._queue: queue.Queue[dict | None] = queue.Queue(QUEUE)
+        self._queue: collections.deque[dict] = collections.deque()
+        self._closing = threading.Event()
         self._answers: collections.deque[str] = collections.deque()  # lines for the log
         self._end: dict[str, Any] = {"state": "failed", "reason": None}
         self._last: pathlib.Path | None = None  # the newest checkpoint
@@ -126,12 +128,9 @@ class Tracker:
                 )
 
     def _put(self, message: dict) -> bool:
-        if self._ended:
+        if self._ended or len(self._queue) >= QUEUE:
             return False
-        try:
-            self._queue.put_nowait(message)
-        except queue.Full:
-            return False
+        self._queue.append(message)
         return True
 
     def messages(self) -> list[str]:
@@ -165,13 +164,10 @@ class Tracker:
         """Ends the run in the tracker; waits for at most `track_wait` seconds; returns lines for the log."""
         if self._process is None:
             return self.messages()
-        deadline = time.monotonic() + self._wait
-        while not self._ended and time.monotonic() < deadline:
-            with contextlib.suppress(queue.Full):
-                self._queue.put({"end": self._end}, timeout=0.1)
-                break
+        self._queue.append({"end": self._end})
+        self._closing.set()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline - time.monotonic()))
+            self._process.wait(self._wait)
         late = self._process.poll() is None
         if late:
             os.killpg(self._process.pid, signal.SIGKILL)  # and the library's own processes
@@ -194,12 +190,12 @@ class Tracker:
         with contextlib.suppress(OSError, ValueError):  # the process has ended, which `_receive` sees
             pipe.write(first)
             pipe.flush()
-            while True:
-                message = self._queue.get()
-                pipe.write(json.dumps(message, default=str).encode() + b"\n")
+            closing = False
+            while not closing:
+                closing = self._closing.wait(INTERVAL)  # the end is in the queue, as the last message
+                while self._queue:
+                    pipe.write(json.dumps(self._queue.popleft(), default=str).encode() + b"\n")
                 pipe.flush()
-                if "end" in message:
-                    break
         with contextlib.suppress(OSError, ValueError):
             pipe.close()
 
