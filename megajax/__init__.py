@@ -29,6 +29,8 @@ _MODULES = {
     "register": "megajax.schedules.registry",
     "Trainer": "megajax.train.trainer",
     "check": "megajax.train.check",
+    "pipelined_forward": "megajax.train.pipelined",
+    "pipelined_loss": "megajax.train.pipelined",
 }
 __all__ = sorted(_MODULES)
 

@@ -121,6 +121,8 @@ class PipelineModel(abc.ABC):
       scaled_arrays: arrays that `prepare_batch` adds, [microbatches, samples], which the training step multiplies by the
         factor of each microbatch's loss in the gradients (the loss scale), for losses whose gradients blocks add themselves.
       measured_kind: the kind of the layers that `take_measurements` measures; None: all layers.
+      has_outputs: whether `head_loss` returns (loss, outputs), arrays [b, ...] that are computed on the way and from which
+        `metrics` makes values for the log. They have no gradient.
       config: any frozen dataclass with `layers` and `name`; optionally with `layer_kinds`, see above, and for the estimate
         `of_kind(kind)`, the configuration of a model all of whose layers are of one kind.
       context: see `ModelContext`.
@@ -129,6 +131,7 @@ class PipelineModel(abc.ABC):
     activation_axes: ClassVar[tuple[str | None, ...]] = RESIDUAL
     vocabulary_over_pipe: ClassVar[bool] = False
     scaled_arrays: ClassVar[tuple[str, ...]] = ()
+    has_outputs: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any):
         """See `vocabulary_over_pipe`."""
@@ -217,6 +220,20 @@ class PipelineModel(abc.ABC):
     @abc.abstractmethod
     def head_loss(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> jax.Array:
         """The loss of the last block's output, summed over the microbatch: an fp32 scalar."""
+
+    def only_loss(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """The loss of `head_loss`, without outputs."""
+        loss = self.head_loss(shared, y, microbatch)
+        return loss[0] if self.has_outputs else loss
+
+    def metrics(self, outputs: Tree, batch: Microbatch) -> Mapping[str, jax.Array]:
+        """Scalars for the step's record, by name; of a model with `has_outputs`. Default: none.
+
+        Args:
+          outputs: of `head_loss`, arrays [microbatches, samples, ...].
+          batch: the whole one, likewise.
+        """
+        return {}
 
     def loss_weight(self, batch: Microbatch) -> jax.Array:
         """The divisor of the summed loss: fp32 scalar, a sum over the samples of any batch.
@@ -361,6 +378,6 @@ def mean_loss(model: PipelineModel, params: Tree, batch: Microbatch) -> jax.Arra
             for layer, kind in enumerate(kinds):
                 own = jax.tree.map(lambda leaf: leaf[kinds[:layer].count(kind)], params["blocks"][kind])  # noqa: B023
                 y = model.block(own, y, microbatch, jnp.int32(layer))
-        return total + model.head_loss(params["shared"], y, microbatch), None
+        return total + model.only_loss(params["shared"], y, microbatch), None
 
     return lax.scan(one, jnp.float32(0), batch)[0] / model.loss_weight(batch)
