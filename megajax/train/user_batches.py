@@ -22,7 +22,8 @@ def user_data(
     """Batches of the user's as the data of a run; for arguments see `Trainer` and `UserBatches`."""
     sets = validation if isinstance(validation, Mapping) else {DEFAULT_SET: validation}
     checked = {name: UserBatches(one, run, model) for name, one in sets.items() if one is not None}
-    return RunData(UserBatches(data, run, model), checked, [f"batches of {type(data).__name__}"])
+    described = getattr(data, "description", [f"batches of {type(data).__name__}"])
+    return RunData(UserBatches(data, run, model), checked, described, tokenizer=getattr(data, "tokenizer", None))
 
 
 class UserBatches:
