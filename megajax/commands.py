@@ -27,7 +27,8 @@ GROUPS: dict[str, dict[str, Command]] = {
             "experiments.gpt3", "train a language model: GPT, Llama, Mistral, Qwen and mixtures of experts"
         ),
         "finetune": Command("experiments.finetune", "fine-tune on chats, or on prompts and completions"),
-        "dpo": Command("experiments.dpo", "train on preferences: DPO, IPO, KTO"),
+        "dpo": Command("experiments.dpo", "train on preferences, pairs of answers: DPO, IPO and KTO"),
+        "grpo": Command("experiments.grpo", "train on rewards of the model's own completions: GRPO"),
         "bert": Command("experiments.bert", "train BERT on masked words and sentence order"),
         "finetune-bert": Command("experiments.finetune_bert", "fine-tune a BERT on GLUE's tasks, SQuAD or RACE"),
         "gpt2": Command("experiments.gpt2", "train with the recipe of the first Megatron-LM paper's GPT-2 runs"),
@@ -114,6 +115,8 @@ SYNONYMS = {
     "preferences": "dpo",
     "ipo": "dpo",
     "kto": "dpo",
+    "rlhf": "grpo",
+    "rl": "grpo",
     "glue": "finetune-bert",
     "race": "finetune-bert",
     "torchrun": "launch",

@@ -72,16 +72,20 @@ def policy_losses(
     beta: float,
     epsilon: float,
     epsilon_high: float,
+    correct_kl: bool = True,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The clipped objective of each token, and the penalty of its deviation from the reference (2402.03300 equation 3).
 
     With the ratio p = exp(logps - old) and d = reference - logps:
 
-        -min(p A, clip(p, 1 - epsilon, 1 + epsilon_high) A) + beta (exp(d) - d - 1)
+        -min(p A, clip(p, 1 - epsilon, 1 + epsilon_high) A) + beta p (exp(d) - d - 1)
+
+    The p before the penalty makes its gradient that of KL(policy, reference), which it is not without (2512.02556).
 
     Args:
       logps, old, reference: fp32 [b, s], of the policy, of the policy that has drawn the tokens, and of the reference.
       advantages: fp32 [b].
+      correct_kl: False: the penalty without p.
 
     Returns:
       fp32 [b, s]; and by name, likewise, "kl" and whether the ratio was clipped: "low" and "high".
@@ -91,7 +95,7 @@ def policy_losses(
     clipped = jnp.clip(ratio, 1 - epsilon, 1 + epsilon_high)
     losses = -jnp.minimum(ratio * advantages, clipped * advantages)
     away = reference - logps
-    kl = jnp.exp(away) - away - 1
+    kl = (jnp.exp(away) - away - 1) * (ratio if correct_kl else 1)
     low = (ratio < 1 - epsilon) & (advantages < 0)
     high = (ratio > 1 + epsilon_high) & (advantages > 0)
     measured = {"kl": kl, "low": low.astype(jnp.float32), "high": high.astype(jnp.float32)}

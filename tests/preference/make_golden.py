@@ -1,4 +1,4 @@
-"""Writes dpo.json: losses and metrics of TRL's trainers on the golden Llama, for `test_dpo`. Not run by tests.
+"""Writes dpo.json and grpo.json: TRL's losses and metrics on the golden Llama. Only slow tests run it.
 
 python -m venv trl && trl/bin/pip install trl==1.16.0 torch transformers && trl/bin/python -m tests.preference.make_golden
 """
@@ -114,13 +114,107 @@ def with_our_mismatches(trainer_class: type, of: dict):
     return Trainer(**of)
 
 
+GROUP, PROMPTS, NEW = 4, 2, 12
+POLICY = {"beta": 0.1, "epsilon": 0.1, "epsilon_high": 0.15, "temperature": 0.9, "num_iterations": 4}
+
+
+def rollouts() -> dict[str, list]:
+    """Ids of prompts and completions, and their rewards; some completions have no end."""
+    draw = random.Random(1)
+    ids = lambda low, high: [draw.randrange(2, 62) for _ in range(draw.randint(low, high))]  # noqa: E731
+    prompts = [prompt for _ in range(PROMPTS) for prompt in [ids(2, 7)] * GROUP]
+    completions = [(ids(1, NEW) + [0])[:NEW] for _ in prompts]
+    rewards = [round(draw.random(), 3) for _ in prompts]
+    return {"prompts": prompts, "completions": completions, "rewards": rewards}
+
+
+def policy_steps(loss_type: str, scale: str, correct: bool) -> list[dict[str, float]]:
+    """The losses of steps on given completions by GRPOTrainer's `_compute_loss`, with AdamW of torch."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    end = "<|endoftext|>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(LLAMA / "tokenizer.json"), eos_token=end, pad_token=end)
+    given = rollouts()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = GRPOConfig(
+            output_dir=folder,
+            report_to=[],
+            bf16=False,
+            use_cpu=True,
+            per_device_train_batch_size=GROUP * PROMPTS,
+            num_generations=GROUP,
+            max_completion_length=NEW,
+            loss_type=loss_type,
+            scale_rewards=scale,
+            use_bias_correction_kl=correct,
+            gradient_checkpointing=False,
+            **POLICY,
+        )
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=settings,
+            train_dataset=Dataset.from_list([{"prompt": "w1"}] * PROMPTS),
+            processing_class=tokenizer,
+        )
+    model, device = trainer.model, trainer.accelerator.device
+    trainer.current_gradient_accumulation_steps = 1
+    settings.steps_per_generation = 1
+    longest = max(map(len, given["prompts"]))
+    pad = lambda rows, width, left: torch.tensor(  # noqa: E731
+        [[0] * (width - len(row)) + row if left else row + [0] * (width - len(row)) for row in rows], device=device
+    )
+    ones = lambda rows: [[1] * len(row) for row in rows]  # noqa: E731
+    prompts, completions = given["prompts"], given["completions"]
+    rewards = torch.tensor(given["rewards"])
+    groups = rewards.view(-1, GROUP)
+    deviation = {"group": groups.std(1, keepdim=True), "batch": rewards.std(), "none": None}[scale]
+    advantages = groups - groups.mean(1, keepdim=True)
+    advantages = advantages if deviation is None else advantages / (deviation + 1e-4)
+    inputs = {
+        "prompt_ids": pad(prompts, longest, True),
+        "prompt_mask": pad(ones(prompts), longest, True),
+        "completion_ids": pad(completions, NEW, False),
+        "completion_mask": pad(ones(completions), NEW, False),
+        "advantages": advantages.reshape(-1).to(device),
+        "num_items_in_batch": torch.tensor(sum(map(len, completions)), device=device),
+    }
+    whole = [torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")]
+    with torch.no_grad():
+        logps = trainer._get_per_token_logps_and_entropies(model, *whole, NEW)[0]
+    inputs |= {"old_per_token_logps": logps, "ref_per_token_logps": logps}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    model.train()
+    found = []
+    for _ in range(POLICY["num_iterations"]):
+        loss = trainer._compute_loss(model, inputs)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        metrics = {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
+        kept = ("kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+        found.append({"loss": loss.item(), "grad_norm": norm.item()} | {name: metrics[name] for name in kept})
+    return found
+
+
 def main() -> None:
-    """Writes the file."""
+    """Writes the files into this folder, or another one."""
+    folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
     found = {"settings": {"learning_rate": RATE, "beta": BETA, "sequence_length": LONGEST}, "pairs": pairs()}
     found |= {"steps": {loss_type: trained(loss_type) for loss_type in ("sigmoid", "ipo", "kto")}}
     found |= {"template": TEMPLATE, "tokens": {name: [rows, tokens(rows)] for name, rows in formats().items()}}
-    text = json.dumps(found, indent=1)
-    (pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "dpo.json").write_text(text + "\n")
+    (folder / "dpo.json").write_text(json.dumps(found, indent=1) + "\n")
+    steps = {}
+    for loss_type, scale, correct in (("dapo", "group", True), ("grpo", "batch", False), ("dr_grpo", "none", True)):
+        options = {"scale_rewards": scale, "use_bias_correction_kl": correct}
+        steps[loss_type] = {**options, "steps": policy_steps(loss_type, scale, correct)}
+    sizes = {"group": GROUP, "new": NEW, "learning_rate": RATE, "sequence_length": LONGEST}
+    text = json.dumps({"sizes": sizes, "policy": POLICY, "rollouts": rollouts(), "losses": steps}, indent=1)
+    (folder / "grpo.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -192,9 +192,13 @@ def test_golden_values_are_those_of_the_library(tmp_path):
     python = os.environ.get("MEGAJAX_TRL")
     if not python:
         pytest.skip("set MEGAJAX_TRL to the Python of an environment with trl==1.16.0")
-    path = tmp_path / "dpo.json"
-    subprocess.run([python, "-m", "tests.preference.make_golden", path], cwd=ROOT, check=True)
-    found = json.loads(path.read_text())
+    subprocess.run([python, "-m", "tests.preference.make_golden", tmp_path], cwd=ROOT, check=True)
+    found = json.loads((tmp_path / "dpo.json").read_text())
     assert found["tokens"] == GOLDEN["tokens"]
     for loss_type, steps in GOLDEN["steps"].items():
         compare(found["steps"][loss_type], steps)
+    golden_policy = json.loads((pathlib.Path(__file__).parent / "grpo.json").read_text())
+    policy = json.loads((tmp_path / "grpo.json").read_text())
+    assert policy["rollouts"] == golden_policy["rollouts"]
+    for loss_type, losses in golden_policy["losses"].items():
+        compare(policy["losses"][loss_type]["steps"], losses["steps"])
