@@ -92,9 +92,10 @@ class Shared(nnx.Module):
         return self.embedding(microbatch)
 
     def head_loss(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
-        """Sum over tokens of "weights" * cross entropy with "labels", fp32."""
-        vocabulary, ranks = self.config.vocabulary, self.context.vocabulary.ranks
-        losses = cross_entropy(self.head(y, self.embedding), microbatch["labels"], vocabulary, ranks)
+        """Sum over tokens of "weights" * loss of "labels", fp32: cross entropy, with the context's smoothing and z-loss."""
+        context, logits = self.context, self.head(y, self.embedding)
+        options = {"z_loss": context.z_loss, "label_smoothing": context.label_smoothing}
+        losses = context.vocabulary.regularised(logits, microbatch["labels"], self.config.vocabulary, **options)
         return (losses * microbatch["weights"].astype(jnp.float32)).sum()
 
     def token_scores(self, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
@@ -145,6 +146,7 @@ class GPT(NNXModel):
     shared_module = Shared
     saved_names = remat.MODES
     vocabulary_over_pipe = True
+    has_loss_options = True
     scaled_arrays = moe.SCALED
 
     @property
