@@ -40,7 +40,9 @@ def split(words: Sequence[str], config: type, name: str) -> tuple[Any, list[str]
 
 def keep(own: Any, directory: pathlib.Path | None, name: str) -> None:
     """Writes the options into the run's directory, with absolute paths."""
-    if directory is None:
+    from megajax.runtime.processes import is_first_process
+
+    if directory is None or not is_first_process():
         return
     values = dataclasses.asdict(own)
     for field in dataclasses.fields(own):

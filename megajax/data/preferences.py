@@ -12,6 +12,7 @@ its end, and a pair whose prompt fills it is left out.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -171,6 +172,14 @@ class PreferenceBatches:
         self.order = EpochOrder(len(pairs), seed)
         self.reference: np.ndarray | None = None
         self.mismatched: np.ndarray | None = None
+
+    def fingerprint(self) -> int:
+        """A checksum of all tokens, uint32."""
+        found = self.length
+        for pair in self.pairs:
+            for ids in (pair.prompt, *pair.completions):
+                found = zlib.crc32(np.append(ids, np.int32(-1)).tobytes(), found)
+        return found
 
     def row(self, pair: int, side: int, mismatched: bool = False) -> dict[str, np.ndarray]:
         """A completion's arrays; `mismatched`: of the pair before."""

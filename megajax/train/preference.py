@@ -1,5 +1,6 @@
 """Training on preferences: the reference model's log-probabilities, computed once on the run's mesh, and KTO's estimate."""
 
+import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,25 +46,30 @@ class PreferenceTraining(Training):
         """The state as it is; first computes the reference's log-probabilities with it, or reads those of the run.
 
         Raises:
-          ConfigError: the run has trained, and its reference's are missing: those of the trained model are others.
+          ConfigError: the run has trained, and its reference's are missing, or of other pairs: those of the trained model
+            are others.
         """
         path = self.directory and self.directory / FILE
-        if path and path.exists():
+        if not consumed_samples:
+            scores = {"pairs": np.uint32(self.data.fingerprint()), "reference": self.reference(state.params, False)}
+            if self.data.with_mismatched:
+                scores["kl"] = self.reference(state.params, mismatched=True)
+            if path and jax.process_index() == 0:
+                unfinished = path.with_suffix(".unfinished.npz")
+                np.savez(unfinished, **scores)
+                os.replace(unfinished, path)
+        elif path and path.exists():
             with np.load(path) as found:
                 scores = dict(found)
-            if scores["reference"].shape[0] != len(self.data.pairs) or self.data.with_mismatched > ("kl" in scores):
-                raise ConfigError(f"{path} is of other pairs, or of another loss: pass another --run-dir.")
-        elif consumed_samples:
+            if scores["pairs"] != self.data.fingerprint() or self.data.with_mismatched > ("kl" in scores):
+                raise ConfigError(
+                    f"{path} is of other pairs, or of another loss: pass the run's --pairs and --loss-type."
+                )
+        else:
             raise ConfigError(
                 f"the run has trained {consumed_samples} samples, and there is no {path or FILE} with the reference's "
                 "log-probabilities: export its weights, and start from them with --init-from."
             )
-        else:
-            scores = {"reference": self.reference(state.params, mismatched=False)}
-            if self.data.with_mismatched:
-                scores["kl"] = self.reference(state.params, mismatched=True)
-            if path and jax.process_index() == 0:
-                np.savez(path, **scores)
         self.data.reference, self.data.mismatched = scores["reference"], scores.get("kl")
         return state
 

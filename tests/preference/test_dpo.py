@@ -70,7 +70,7 @@ def test_steps_are_those_of_trl(pairs, loss_type, words):
     assert records[1]["rewards/margins"] > 0.9
 
 
-def test_a_run_resumes_with_its_reference_and_its_options(pairs):
+def test_a_run_resumes_with_its_reference_and_its_options(pairs, capsys):
     words = "--devices cpu:1 --steps 3 --save-every 3"
     compare(train(pairs, words), GOLDEN["steps"]["sigmoid"][:3])
     run = pairs.parent / "run"
@@ -88,8 +88,13 @@ def test_a_run_resumes_with_its_reference_and_its_options(pairs):
     ]
     assert dpo.main(more) == 0
     compare(read_steps(run / "log.jsonl"), GOLDEN["steps"]["sigmoid"])
+    reversed_pairs = pairs.with_name("reversed.jsonl")
+    reversed_pairs.write_text("".join(reversed(pairs.read_text().splitlines(keepends=True))))
+    assert dpo.main([*more, "--steps", "6", "--pairs", str(reversed_pairs)]) == 2
+    assert "reference.npz is of other pairs" in capsys.readouterr().err
     (run / "reference.npz").unlink()
     assert dpo.main([*more, "--steps", "6"]) == 2
+    assert "there is no" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", GOLDEN["tokens"])
