@@ -12,7 +12,7 @@ class PreferenceConfig:
     """The loss of pairs of a chosen and a rejected completion."""
 
     pairs: tuple[str, ...] = setting(
-        (), "JSON lines with prompt, chosen and rejected; can be repeated", metavar="FILE", list_style="words"
+        (), "files of JSON lines with prompt, chosen and rejected", metavar="FILE", list_style="words"
     )
     chat_template: str | None = setting(
         None, "Jinja template of chats", metavar="FILE", text_kind="path", shown_default="the tokenizer's"

@@ -13,7 +13,7 @@ class RewardConfig:
     """Rollouts, their rewards, and the objective."""
 
     prompts: tuple[str, ...] = setting(
-        (), "JSON lines with prompt, a text or messages; can be repeated", metavar="FILE", list_style="words"
+        (), "files of JSON lines with prompt, a text or messages", metavar="FILE", list_style="words"
     )
     chat_template: str | None = setting(
         None, "Jinja template of chats", metavar="FILE", text_kind="path", shown_default="the tokenizer's"

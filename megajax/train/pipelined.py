@@ -221,7 +221,7 @@ class Pipelined:
 
     def _checked(self, params: Tree, batch: Batch) -> Batch:
         """The batch as [microbatches, samples of one, ...]."""
-        _check_params(params, self.shapes, "pass what init or place returned")
+        _check_params(params, self.shapes, "pass what init or place returned, of the same mesh and options")
         if not isinstance(batch, Mapping) or not batch or not all(getattr(a, "ndim", 0) for a in batch.values()):
             raise ConfigError("a batch is a dictionary of arrays [samples, ...].")
         parallel, sizes = self.run.parallel, {name: array.shape[0] for name, array in batch.items()}
