@@ -33,6 +33,8 @@ _MODULES = {
     "Samples": "megajax.data.user_samples",
     "Trainer": "megajax.train.trainer",
     "check": "megajax.train.check",
+    "pipelined_forward": "megajax.train.pipelined",
+    "pipelined_loss": "megajax.train.pipelined",
 }
 __all__ = sorted(_MODULES)
 

@@ -10,6 +10,8 @@ TRAIN = "megajax.train.command.parse"
 COMMANDS = {  # command: (function that the Ctrl-C interrupts, the command line)
     "train": (TRAIN, ""),
     "finetune": ("experiments.finetune.parse", ""),
+    "dpo": ("experiments.dpo.parse", ""),
+    "grpo": ("experiments.grpo.parse", ""),
     "bert": (TRAIN, ""),
     "finetune-bert": ("experiments.finetune_bert.parse", ""),
     "gpt2": (TRAIN, ""),

@@ -20,6 +20,11 @@ TRAINING |= {"--model", "--config", "--import", "--trust", "--devices", "--dry-s
 # Of the others, without --help; of those that take all options of the training, the other options.
 COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     "finetune": _words("--epochs"),
+    "dpo": _words("--beta --desirable-weight --epochs --loss-type --pairs --undesirable-weight"),
+    "grpo": _words(
+        "--beta --epsilon-high --loss-type --max-completion-length --num-generations --num-iterations --prompts --reward "
+        "--scale-rewards --use-bias-correction-kl"
+    ),
     "finetune-bert": _words("--epochs --seeds"),
     "launch": _words(
         "--address --hang-timeout --join-wait --max-failures --node-timeout --nodes --processes-per-node --wait-minutes"

@@ -83,6 +83,12 @@ class TrainConfig:
     ema_validation: bool = setting(
         False, "the validation, --evaluate-every and the text after the training use the averaged weights"
     )
+    z_loss: float = setting(
+        0.0, "weight of the squared logarithm of a token's softmax sum, added to its loss (2204.02311)", low=0
+    )
+    label_smoothing: float = setting(
+        0.0, "share of a label's probability that all tokens of the vocabulary share (1512.00567)", low=0, below=1
+    )
     # jax's keys take 32 bits and would silently drop the rest.
     seed: int = setting(1234, "seed of the weights, the dropout masks and the order of the samples", low=0, below=2**32)
     init_from: str | None = setting(

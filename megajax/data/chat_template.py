@@ -64,6 +64,11 @@ class ChatTemplate:
         found = self._apply(messages, tools, add_generation_prompt=True, return_dict=True, **variables)
         return self._tokenizer.checked(np.array(found["input_ids"], np.int32))
 
+    def whole(self, messages: Messages, tools: Sequence[Any] | None = None, **variables: Any) -> np.ndarray:
+        """The ids of a finished chat, int32 [tokens]."""
+        found = self._apply(messages, tools, return_dict=True, **variables)
+        return self._tokenizer.checked(np.array(found["input_ids"], np.int32))
+
     def samples(
         self, messages: Messages, tools: Sequence[Any] | None = None, trained: Sequence[bool] = (), **variables: Any
     ) -> list[Sample]:

@@ -23,7 +23,7 @@ from megajax.data.text import read_blocks
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megajax.schedules.errors import counted
 
-__all__ = ["Answers", "load_answers"]
+__all__ = ["Answers", "load_answers", "records"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def load_answers(
     ids, masks, counts = [], [], dict.fromkeys(("lines", "cut", "dropped", "unanswered"), 0)
     for file in files:
         for block in read_blocks(file, "jsonl", "--sft-data"):
-            rows = [(place, read_row(place, record, has_chats)) for place, record in _records(block)]
+            rows = [(place, read_row(place, record, has_chats)) for place, record in records(block)]
             counts["lines"] += len(rows)
             for tokens, loss_mask in _samples(rows, tokenizer, chats):
                 if len(tokens) > longest:
@@ -150,7 +150,7 @@ def _tokens_and_answers(pairs: Sequence[Pair], tokenizer: Tokenizer) -> Iterator
         yield whole, np.arange(len(whole)) >= (differing[0] if len(differing) else common)
 
 
-def _records(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
     """The place and the object of each line that is not blank."""
     for line in json_lines(block):
         place = f"{block.path}, line {line.number}"

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 from megajax.config import ConfigError
 from megajax.schedules.errors import shown
 
-__all__ = ["Chat", "Pair", "read_question", "read_row"]
+__all__ = [
+    *("Chat", "Pair", "check_messages", "check_text", "object_of", "read_question", "read_row"),
+    "tools_of",
+]
 
 COMPLETIONS = ("completion", "answer", "response")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment", "observation")
@@ -40,7 +43,7 @@ ALPACA_PROMPT = (
 ALPACA_INPUT = ", paired with an input that provides further context", "### Input:\n{}\n\n"
 # Keys of data that are for something else, and what to do with them.
 OTHER_FORMATS = {
-    "chosen rejected": "preferences: there is no training on pairs; give the chosen chat as messages",
+    "chosen rejected": "preferences, which experiments.dpo trains on; to train on the chosen chat, give it as messages",
     "question": "rename question to prompt",
     "text": "a text without answers is for --text of experiments.gpt3",
 }
@@ -103,22 +106,22 @@ def read_question(place: str, row: Mapping[str, Any], messages: Any) -> Chat:
     Raises:
       ConfigError: a message is wrong, or the last one is the assistant's; with the row's place.
     """
-    _check_messages(place, messages)
+    check_messages(place, messages)
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{place}: the last message is the assistant's, which the model is to generate: remove it")
     plain = [{key: value for key, value in one.items() if key not in FLAGS} for one in messages]
-    return Chat(plain, [False] * len(plain), _tools(place, row), _object(place, row, "chat_template_kwargs"))
+    return Chat(plain, [False] * len(plain), tools_of(place, row), object_of(place, row, "chat_template_kwargs"))
 
 
 def _prompt_and_completion(place: str, row: Mapping[str, Any], name: str) -> Chat | Pair:
     if isinstance(row["prompt"], list) and isinstance(row[name], list):
         return _chat(place, row, [*row["prompt"], *row[name]], context=len(row["prompt"]))
     for key in ("prompt", name):
-        _check_text(place, key, row[key])
+        check_text(place, key, row[key])
     return Pair(row["prompt"], row[name])
 
 
-def _check_text(place: str, name: str, value: Any) -> None:
+def check_text(place: str, name: str, value: Any) -> None:
     if not isinstance(value, str):
         raise ConfigError(f"{place}: {name} = {shown(value)} is not a text: correct the line")
     if not value.strip():
@@ -127,7 +130,7 @@ def _check_text(place: str, name: str, value: Any) -> None:
 
 def _alpaca(place: str, row: Mapping[str, Any], has_template: Callable[[], bool]) -> Chat | Pair:
     for key in ALPACA:
-        _check_text(place, key, row[key])
+        check_text(place, key, row[key])
     given, system, history = (row.get(key) or empty for key, empty in (("input", ""), ("system", ""), ("history", [])))
     if not isinstance(given, str) or not isinstance(system, str):
         raise ConfigError(f"{place}: input and system must be texts: correct the line")
@@ -182,7 +185,7 @@ def _calls(place: str, number: int, text: Any) -> list[dict[str, Any]]:
 
 def _chat(place: str, row: Mapping[str, Any], messages: Any, context: int = 0) -> Chat:
     """A chat whose first `context` messages are not trained on."""
-    _check_messages(place, messages)
+    check_messages(place, messages)
     trained = [_is_trained(place, number, one) for number, one in enumerate(messages, 1)]
     trained = [number >= context and one for number, one in enumerate(trained)]
     says = [one["role"] == "assistant" for one in messages]
@@ -191,7 +194,7 @@ def _chat(place: str, row: Mapping[str, Any], messages: Any, context: int = 0) -
     if not any(one and learnt for one, learnt in zip(says, trained, strict=True)):
         raise ConfigError(f"{place} has no message of the assistant that is trained on: delete the line")
     plain = [{key: value for key, value in one.items() if key not in FLAGS} for one in messages]
-    return Chat(plain, trained, _tools(place, row), _object(place, row, "chat_template_kwargs"))
+    return Chat(plain, trained, tools_of(place, row), object_of(place, row, "chat_template_kwargs"))
 
 
 def _is_trained(place: str, number: int, message: Message) -> bool:
@@ -205,7 +208,7 @@ def _is_trained(place: str, number: int, message: Message) -> bool:
     return all(found)
 
 
-def _tools(place: str, row: Mapping[str, Any]) -> list[Any] | None:
+def tools_of(place: str, row: Mapping[str, Any]) -> list[Any] | None:
     """The tools; data sets whose columns have one type store them as a JSON string."""
     found = row.get("tools")
     if isinstance(found, str) and found.strip():
@@ -220,14 +223,14 @@ def _tools(place: str, row: Mapping[str, Any]) -> list[Any] | None:
     return found
 
 
-def _object(place: str, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def object_of(place: str, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = row.get(name) or {}
     if not isinstance(found, dict):
         raise ConfigError(f"{place}: {name} = {shown(found)} is not an object: correct the line")
     return found
 
 
-def _check_messages(place: str, messages: Any) -> None:
+def check_messages(place: str, messages: Any) -> None:
     """Raises ConfigError for the first message that is wrong."""
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{place}: messages = {shown(messages)} is not a list of messages: correct the line")

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megajax.config import ConfigError, ParallelConfig, RunConfig
+from megajax.config import ConfigError, ParallelConfig, RunConfig, option
 from megajax.models.interface import ModelContext, PipelineModel, model_class
 from megajax.ops.attention import (
     CUDNN,
@@ -80,9 +80,13 @@ def model_shapes(
     """The model for `init`, `logical_axes`, `decay_mask`, `batch_shapes` and `costs`: with the run's shapes, on no mesh.
 
     Raises:
-      ConfigError: the rules split token tables over pipe, which the model's ends do not know.
+      ConfigError: the rules split token tables over pipe, which the model's ends do not know; or the run has options of
+        another loss than the model's.
     """
     model = model or model_class(run.model)
+    for name in ("z_loss", "label_smoothing"):
+        if getattr(run.train, name) and not model.has_loss_options:
+            raise ConfigError(f"{name} is of GPT's loss, which {model.__name__} has not: omit {option(name)}.")
     rules = rules or model_rules(run, model)
     if rules.vocabulary_over_pipe and not model.vocabulary_over_pipe:
         raise ConfigError(
@@ -134,6 +138,8 @@ def model_context(
         gather_sequence=partial(gather_sequence, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         dropout_seed=run.train.seed,
         training=training,
+        z_loss=run.train.z_loss if training else 0.0,
+        label_smoothing=run.train.label_smoothing if training else 0.0,
     )
 
 

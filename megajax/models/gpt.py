@@ -25,7 +25,7 @@ from megajax.models.transformer import Block, Dropout, Norm, cache_arrays, with_
 from megajax.models.transformer_costs import transformer_costs
 from megajax.ops.cached_attention import CachedArray
 from megajax.ops.linear import GATHERED, RESIDUAL
-from megajax.ops.vocabulary import cross_entropy, mask_padding, token_scores
+from megajax.ops.vocabulary import cross_entropy, logsumexp, mask_padding, token_scores
 
 __all__ = ["GPT", "Embedding", "Head", "Shared", "token_table"]
 
@@ -92,15 +92,32 @@ class Shared(nnx.Module):
         return self.embedding(microbatch)
 
     def head_loss(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
-        """Sum over tokens of "weights" * cross entropy with "labels", fp32."""
-        vocabulary, ranks = self.config.vocabulary, self.context.vocabulary.ranks
-        losses = cross_entropy(self.head(y, self.embedding), microbatch["labels"], vocabulary, ranks)
+        """Sum over tokens of "weights" * loss of "labels", fp32: cross entropy, with the context's smoothing and z-loss."""
+        context, logits = self.context, self.head(y, self.embedding)
+        options = {"z_loss": context.z_loss, "label_smoothing": context.label_smoothing}
+        losses = context.vocabulary.regularised(logits, microbatch["labels"], self.config.vocabulary, **options)
         return (losses * microbatch["weights"].astype(jnp.float32)).sum()
 
     def token_scores(self, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
         """Losses of "labels", fp32 [b, s], and whether they are the most likely tokens; logits stay sharded."""
         vocabulary, ranks = self.config.vocabulary, self.context.vocabulary.ranks
         return token_scores(self.head(y, self.embedding), microbatch["labels"], vocabulary, ranks)
+
+    def log_probabilities(
+        self, y: jax.Array, tokens: jax.Array, temperature: float = 1.0
+    ) -> tuple[jax.Array, jax.Array]:
+        """log softmax(logits / temperature) of tokens [b, s], and the entropy of each distribution, without a gradient.
+
+        Both are fp32 [b, s]; logits stay sharded.
+        """
+        count, ranks = self.config.vocabulary, self.context.vocabulary.ranks
+        logits = self.head(y, self.embedding) / temperature
+        found = -cross_entropy(logits, tokens, count, ranks)
+        masked = jax.lax.stop_gradient(mask_padding(logits, count, ranks))
+        normaliser = logsumexp(masked, count, ranks)
+        share = jnp.exp(masked - normaliser[..., None])
+        mean = ranks.sum(jnp.where(share > 0, share * masked, 0).sum(-1))
+        return found, jax.lax.stop_gradient(normaliser - mean)
 
     def logits(self, y: jax.Array) -> jax.Array:
         """fp32 [b, s, padded vocabulary], padding at MASKED_LOGIT."""
@@ -129,6 +146,7 @@ class GPT(NNXModel):
     shared_module = Shared
     saved_names = remat.MODES
     vocabulary_over_pipe = True
+    has_loss_options = True
     scaled_arrays = moe.SCALED
 
     @property
@@ -174,6 +192,12 @@ class GPT(NNXModel):
     def costs(self) -> ModelCosts:
         """By formula."""
         return transformer_costs(self.config)
+
+    def log_probabilities(
+        self, shared: Tree, y: jax.Array, tokens: jax.Array, temperature: float = 1.0
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of tokens [b, s] after the last block's output y, and entropies (`Shared.log_probabilities`)."""
+        return self.merged_shared(shared).log_probabilities(y, tokens, temperature)
 
     @classmethod
     def fusable_attention(cls, config: ModelConfig) -> FusableAttention:

@@ -66,6 +66,7 @@ class ModelContext:
       gather_sequence: (array of [b, local s, ...]) -> the whole samples' [b, s, ...], on all context ranks.
       dropout_seed: the run's seed of dropout masks.
       training: False for evaluation and generation: no dropout.
+      z_loss, label_smoothing: of the loss in training, see `TrainConfig`; a model with `has_loss_options` reads them.
     """
 
     constrain: Constrain = identity
@@ -79,6 +80,8 @@ class ModelContext:
     gather_sequence: Callable[[jax.Array], jax.Array] = identity
     dropout_seed: int = 0
     training: bool = True
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
 
     def whole(self, x: jax.Array) -> jax.Array:
         """x with all of every axis on each device of a tensor group; the gradient too.
@@ -123,6 +126,10 @@ class PipelineModel(abc.ABC):
       scaled_arrays: arrays that `prepare_batch` adds, [microbatches, samples], which the training step multiplies by the
         factor of each microbatch's loss in the gradients (the loss scale), for losses whose gradients blocks add themselves.
       measured_kind: the kind of the layers that `take_measurements` measures; None: all layers.
+      has_loss_options: whether the loss has the context's `z_loss` and `label_smoothing`; not inherited where shared_module
+        or `head_loss` is replaced.
+      has_outputs: whether `head_loss` returns (loss, outputs), arrays [b, ...] that are computed on the way and from which
+        `metrics` makes values for the log. They have no gradient.
       config: any frozen dataclass with `layers` and `name`; optionally with `layer_kinds`, see above, and for the estimate
         `of_kind(kind)`, the configuration of a model all of whose layers are of one kind.
       context: see `ModelContext`.
@@ -131,14 +138,16 @@ class PipelineModel(abc.ABC):
     activation_axes: ClassVar[tuple[str | None, ...] | Mapping[str, tuple[str | None, ...]]] = RESIDUAL
     vocabulary_over_pipe: ClassVar[bool] = False
     scaled_arrays: ClassVar[tuple[str, ...]] = ()
+    has_outputs: ClassVar[bool] = False
+    has_loss_options: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any):
-        """See `vocabulary_over_pipe`."""
+        """See `vocabulary_over_pipe` and `has_loss_options`."""
         super().__init_subclass__(**arguments)
         place = lambda name: next(n for n, base in enumerate(cls.__mro__) if name in vars(base))  # noqa: E731
-        known = [name for name in ENDS if hasattr(cls, name)]
-        if any(place(name) < place("vocabulary_over_pipe") for name in known):
-            cls.vocabulary_over_pipe = False
+        for ability, ends in {"vocabulary_over_pipe": ENDS, "has_loss_options": ("shared_module", "head_loss")}.items():
+            if any(place(name) < place(ability) for name in ends if hasattr(cls, name)):
+                setattr(cls, ability, False)
 
     @property
     def measured_kind(self) -> str | None:
@@ -219,6 +228,20 @@ class PipelineModel(abc.ABC):
     @abc.abstractmethod
     def head_loss(self, shared: Tree, y: Activations, microbatch: Microbatch) -> jax.Array:
         """The loss of the last block's output, summed over the microbatch: an fp32 scalar."""
+
+    def only_loss(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> jax.Array:
+        """The loss of `head_loss`, without outputs."""
+        loss = self.head_loss(shared, y, microbatch)
+        return loss[0] if self.has_outputs else loss
+
+    def metrics(self, outputs: Tree, batch: Microbatch) -> Mapping[str, jax.Array]:
+        """Scalars for the step's record, by name; of a model with `has_outputs`. Default: none.
+
+        Args:
+          outputs: of `head_loss`, arrays [microbatches, samples, ...].
+          batch: the whole one, likewise.
+        """
+        return {}
 
     def loss_weight(self, batch: Microbatch) -> jax.Array:
         """The divisor of the summed loss: fp32 scalar, a sum over the samples of any batch.
@@ -363,6 +386,6 @@ def mean_loss(model: PipelineModel, params: Tree, batch: Microbatch) -> jax.Arra
             for layer, kind in enumerate(kinds):
                 own = jax.tree.map(lambda leaf: leaf[kinds[:layer].count(kind)], params["blocks"][kind])  # noqa: B023
                 y = model.block(own, y, microbatch, jnp.int32(layer))
-        return total + model.head_loss(params["shared"], y, microbatch), None
+        return total + model.only_loss(params["shared"], y, microbatch), None
 
     return lax.scan(one, jnp.float32(0), batch)[0] / model.loss_weight(batch)

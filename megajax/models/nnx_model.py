@@ -147,7 +147,7 @@ class NNXModel(PipelineModel):
 
     def embed(self, shared: Tree, microbatch: Microbatch) -> Activations:
         """The shared module's `embed`."""
-        return nnx.merge(self._shared[0], shared).embed(microbatch)
+        return self.merged_shared(shared).embed(microbatch)
 
     def block(self, weights: Tree, x: Activations, microbatch: Microbatch, layer: jax.Array) -> Activations:
         """The block module's `__call__`, checkpointed by the recompute mode."""
@@ -155,19 +155,19 @@ class NNXModel(PipelineModel):
 
     def head_loss(self, shared: Tree, y: Activations, microbatch: Microbatch) -> jax.Array:
         """The shared module's `head_loss`."""
-        return nnx.merge(self._shared[0], shared).head_loss(y, microbatch)
+        return self.merged_shared(shared).head_loss(y, microbatch)
 
     def logits(self, shared: Tree, y: jax.Array) -> jax.Array:
         """The shared module's `logits`."""
         if not hasattr(self.shared_module, "logits"):
             return super().logits(shared, y)
-        return nnx.merge(self._shared[0], shared).logits(y)
+        return self.merged_shared(shared).logits(y)
 
     def token_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
         """The shared module's `token_scores`; from `logits` if it has none."""
         if not hasattr(self.shared_module, "token_scores"):
             return super().token_scores(shared, y, microbatch)
-        return nnx.merge(self._shared[0], shared).token_scores(y, microbatch)
+        return self.merged_shared(shared).token_scores(y, microbatch)
 
     def block_cached(
         self, weights: Tree, x: jax.Array, cache: Cache, microbatch: Microbatch, layer: jax.Array
@@ -176,6 +176,10 @@ class NNXModel(PipelineModel):
         if not hasattr(self.block_module, "cached"):
             return super().block_cached(weights, x, cache, microbatch, layer)
         return self._merged(weights).cached(x, cache, microbatch, layer)
+
+    def merged_shared(self, shared: Tree) -> Any:
+        """The shared module with these parameters, for methods of its own."""
+        return nnx.merge(self._shared[0], shared)
 
     def _run_block(self, weights: Tree, x: Activations, microbatch: Microbatch, layer: jax.Array) -> Activations:
         return self._merged(weights)(x, microbatch, layer)

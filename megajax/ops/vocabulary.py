@@ -92,6 +92,19 @@ class VocabularySharding(NamedTuple):
         """-log softmax(logits)[label] of labels [b, s]; 0 for IGNORED_LABEL (see `cross_entropy`)."""
         return cross_entropy(logits, labels, vocabulary, self.ranks)
 
+    def regularised(
+        self, logits: jax.Array, labels: jax.Array, vocabulary: int, z_loss: float = 0.0, label_smoothing: float = 0.0
+    ) -> jax.Array:
+        """(1 - e) cross entropy + e mean over the vocabulary of -log softmax(logits) + z_loss logsumexp(logits)^2."""
+        losses = self.cross_entropy(logits, labels, vocabulary)
+        if not z_loss and not label_smoothing:
+            return losses
+        z = self.logsumexp(logits, vocabulary)
+        if label_smoothing:
+            uniform = z - self.sum(logits, vocabulary) / vocabulary
+            losses = (1 - label_smoothing) * losses + label_smoothing * uniform
+        return jnp.where(labels == IGNORED_LABEL, 0, losses + z_loss * z**2)
+
     def log_probabilities(self, logits: jax.Array, tokens: jax.Array, vocabulary: int) -> jax.Array:
         """log softmax(logits)[token] of tokens [b, s]; 0 for IGNORED_LABEL."""
         return -cross_entropy(logits, tokens, vocabulary, self.ranks)

@@ -26,7 +26,7 @@ class EndState(NamedTuple):
 
     embedded: Tree  # x, the embedding for the first stage's next forward; () if unused
     shared_gradients: Tree  # fp32
-    output: Tree  # [microbatches, ...]: each microbatch's loss, or the result of `collect`
+    output: Tree  # [microbatches, ...]: each microbatch's loss (with `has_aux` also its outputs), or the result of `collect`
     gradients: Tree  # inbox of received gradients, leaves [slots + 1, samples, ...]
 
 
@@ -43,6 +43,7 @@ class EmbeddingAndHead:
       constrain: the sharding constraint of an activation.
       cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients; None without backwards.
       collect: see `executor.forward_function`; None with backwards.
+      has_aux: see `ExecutorOptions`.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class EmbeddingAndHead:
         constrain: Callable[[Tree], Tree],
         cotangents: jax.Array | None,
         collect: Callable | None,
+        has_aux: bool = False,
     ):
         self.functions, self.shared, self.microbatch, self.constrain = functions, shared, microbatch, constrain
-        self.cotangents, self.collect = cotangents, collect
+        self.cotangents, self.collect, self.has_aux = cotangents, collect, has_aux
 
     def of_tick(
         self, segment: Segment, y: Tree, dx: Tree, row: TickRow, following: TickRow
@@ -94,17 +96,19 @@ class EmbeddingAndHead:
         inputs = (choose(last, y, 0), self.microbatch(index))
         if self.collect is not None:
             result = self.collect(self.shared, *prevent_hoisting(zero, inputs))
-            place = lambda whole, new: whole.at[index].set(jnp.where(last, new, whole[index]))  # noqa: E731
-            return state._replace(output=jax.tree.map(place, state.output, vary(result)))
+            return state._replace(output=_placed(state.output, result, index, last))
         cotangent = jnp.where(last, self.cotangents[index], 0)
         y, microbatch, cotangent = prevent_hoisting(zero, (*inputs, cotangent))
-        loss, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, microbatch), self.shared, y)
+        head_loss = lambda shared, y: self.functions.head_loss(shared, y, microbatch)  # noqa: E731
+        losses, outputs = state.output if self.has_aux else (state.output, ())
+        loss, vjp, *aux = jax.vjp(head_loss, self.shared, y, has_aux=self.has_aux)
+        losses = losses.at[index].add(jnp.where(last, loss, 0))
         shared, dy = vjp(cotangent.astype(loss.dtype))
         put = lambda inbox, new: lax.dynamic_update_index_in_dim(inbox, new, row.loss_gradient, 0)  # noqa: E731
         gradients = jax.tree.map(put, state.gradients, self.constrain(dy))
         return state._replace(
             shared_gradients=_accumulate(state.shared_gradients, shared),
-            output=state.output.at[index].add(jnp.where(last, loss, 0)),
+            output=(losses, _placed(outputs, *aux, index, last)) if self.has_aux else losses,
             gradients=jax.vmap(self.constrain)(gradients),
         )
 
@@ -147,6 +151,12 @@ def run_together(
     with jax.named_scope(ENDS):
         always = () not in choices
         return run_one_of(iterations, index, [functools.partial(branch, one) for one in branches], state, always=always)
+
+
+def _placed(whole: Tree, new: Tree, index: jax.Array, last: jax.Array) -> Tree:
+    """`whole`, leaves [microbatches, ...], with the results of a microbatch where they are the last stage's."""
+    place = lambda whole, new: whole.at[index].set(jnp.where(last, new, whole[index]))  # noqa: E731
+    return jax.tree.map(place, whole, vary(new))
 
 
 def _accumulate(total: Tree, new: Tree) -> Tree:

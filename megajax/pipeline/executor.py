@@ -66,7 +66,7 @@ The executor does not depend on a model. It is passed an object `functions` with
     prepare_microbatch(microbatch) -> microbatch          for the blocks, once for an operation on a chunk
     embed(shared, microbatch) -> x                        x: array or pytree of arrays, [samples, ...]
     block(weights, x, microbatch, layer) -> x             weights: those of one block; layer: int32 scalar
-    head_loss(shared, y, microbatch) -> loss              scalar, summed over the samples
+    head_loss(shared, y, microbatch) -> loss              scalar, summed over the samples; with `has_aux` (loss, outputs)
 """
 
 import dataclasses
@@ -109,7 +109,8 @@ def gradient_function(
       batch: pytree of [microbatches, data * samples, ...].
       cotangent: scalar, or [microbatches].
       after: pytree of arrays; with `options.serial_collectives` the ticks start after these are computed.
-      losses: [microbatches], fp32; `head_loss` summed over the replicas.
+      losses: [microbatches], fp32; `head_loss` summed over the replicas. With `options.has_aux` (losses, outputs), with
+        leaves [microbatches, data * samples, ...] of `head_loss`'s outputs.
       gradients: fp32, of (cotangent * losses).sum(), in the structure of `params`.
       records: with `options.statistics`, for each name in `records.RECORDED` fp32 [chunks, pipe, blocks per chunk,
         microbatches, data * samples, k]; else ().
@@ -123,7 +124,10 @@ def gradient_function(
         blocks = clear_empty_slots(blocks, options.block_counts, schedule)
         gradients = {"blocks": blocks, "shared": carry.shared_gradients}
         records = jax.tree.map(lambda a: a.reshape(-1, 1, rank.blocks.per_chunk, *a.shape[1:]), carry.records)
-        return sum_over(carry.output, axes), reduce_gradients(gradients, options.specs), records
+        losses, outputs = carry.output if options.has_aux else (carry.output, None)
+        losses = sum_over(losses, axes)
+        output = (losses, sum_over(outputs, ("pipe",))) if options.has_aux else losses
+        return output, reduce_gradients(gradients, options.specs), records
 
     axes, options = manual_axes_of(mesh), on_devices(options, mesh)
     runs = merged_schedule(schedule) if options.merged else schedule
@@ -132,7 +136,11 @@ def gradient_function(
         run,
         mesh=mesh,
         in_specs=(options.specs.manual.weights, batch_spec(mesh), P(), P(None, "pipe")),
-        out_specs=(P(), options.specs.manual.gradients, records_spec(mesh)),
+        out_specs=(
+            (P(), batch_spec(mesh)) if options.has_aux else P(),
+            options.specs.manual.gradients,
+            records_spec(mesh),
+        ),
         axis_names=set(axes),
     )
     return lambda params, batch, cotangent, after=(): mapped(

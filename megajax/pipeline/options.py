@@ -39,6 +39,7 @@ class ExecutorOptions:
       block_counts: blocks of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
       stage_kinds: the layers of each stage, of a model that has several kinds of them (`stage.py`); not with `merged` and
         `unrolled`, and with `compute_bubbles` only if `same_stages`. None: there is one kind.
+      has_aux: `head_loss` returns (loss, pytree of [samples, ...]), as the functions of `jax.value_and_grad(has_aux=True)`.
       statistics: `statistics(x, microbatch) -> fp32 [samples, k]`, recorded for the arrays between blocks; see `records`.
         None: nothing is recorded.
     """
@@ -55,6 +56,7 @@ class ExecutorOptions:
     poison_bubbles: bool = False
     block_counts: tuple[int, ...] | None = None
     stage_kinds: StageLayers | None = None
+    has_aux: bool = False
     statistics: Callable | None = None
 
 

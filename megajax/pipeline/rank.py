@@ -82,7 +82,7 @@ class Rank:
                 )
             kept = vary(self.blocks.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
             totals = vary((self.blocks.stack.empty_gradients(), fp32_zeros(self.shared)))
-            output = vary(jnp.zeros(count, jnp.float32))
+            output = vary(self._empty_output(x, first))
         else:
             stash, kept, totals = (), (), ((), ())
             result = jax.eval_shape(self.collect, self.shared, x, first)
@@ -100,6 +100,14 @@ class Rank:
         zeros = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), x)
         return jax.vmap(self.constrain)(vary(zeros))
 
+    def _empty_output(self, x: Tree, microbatch: Tree) -> Tree:
+        """Zeros for each microbatch's loss and, with `has_aux`, its outputs."""
+        losses, count = jnp.zeros(self.schedule.microbatches, jnp.float32), self.schedule.microbatches
+        if not self.options.has_aux:
+            return losses
+        _, outputs = jax.eval_shape(self.functions.head_loss, self.shared, x, microbatch)
+        return losses, jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), outputs)
+
     def embeds_ahead(self, segment: Segment) -> bool:
         """Whether the segment's ticks are merged or mixed, and so embed for the next tick (`run_ends`)."""
         return embeds_ahead(self.schedule, segment, self.options.merged)
@@ -113,7 +121,8 @@ class Rank:
           cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients.
         """
         self.ends = EmbeddingAndHead(
-            self.functions, self.shared, self.blocks.microbatch, self.constrain, cotangents, self.collect
+            *(self.functions, self.shared, self.blocks.microbatch, self.constrain, cotangents, self.collect),
+            has_aux=self.options.has_aux,
         )
         columns, names = jax.tree.flatten(rows)
         table = jnp.stack(columns, axis=1)  # one array, so that a tick reads its row in one kernel

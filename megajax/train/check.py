@@ -76,7 +76,7 @@ def check_batch(model: PipelineModel, batch: Batch, name: str, replicas: int = 1
                 f"block of {_name(model)}{of} returns {_shown(y)}; expected {_shown(x)}, as embed: all blocks take and "
                 "return the same"
             )
-    loss = _call("head_loss", name, lambda: jax.eval_shape(model.head_loss, params["shared"], x, one), one)
+    loss = _call("head_loss", name, lambda: jax.eval_shape(model.only_loss, params["shared"], x, one), one)
     if _type(loss) != ((), "float32"):
         raise ConfigError(
             f"head_loss of {_name(model)} returns {_shown(loss)}; expected float32 [], the loss summed over the microbatch"

@@ -24,6 +24,7 @@ LAST_RUN_ENDS = 60.0  # seconds in which the processes that the launcher has los
 Sampler = Callable[[Any, SampleConfig], Callable[[Any], str]]
 # (trainer, the command line) before the training -> the `train.validation.Evaluation`s that run during it.
 Evaluator = Callable[[Any, Request], Sequence[Any]]
+MakeTrainer = Callable[[RunConfig, Request, Sequence[Any]], Any]  # (run, command line, devices) -> Trainer
 
 
 def main(
@@ -31,6 +32,7 @@ def main(
     arguments: Sequence[str] | None = None,
     sampler: Sampler | None = None,
     evaluator: Evaluator | None = None,
+    make: MakeTrainer | None = None,
 ) -> int:
     """Runs an experiment; returns the process's exit code.
 
@@ -39,6 +41,7 @@ def main(
       arguments: of the command line; None: the process's own.
       sampler: generates the text after the training; None: there is none.
       evaluator: makes the evaluations during it, besides the validation; None: there are none.
+      make: makes the trainer, for a model or data of the experiment's; None: `Trainer` of the run's.
     """
     heartbeat = Heartbeat(os.environ)
 
@@ -50,7 +53,7 @@ def main(
             raise ConfigError(
                 "--evaluate-every is not an option of this experiment, whose models write no text: omit it."
             )
-        return train(request, heartbeat, experiment.importer, sampler, evaluator)
+        return train(request, heartbeat, experiment.importer, sampler, evaluator, make)
 
     return exit_code(run)
 
@@ -61,6 +64,7 @@ def train(
     importer: Importer | None = None,
     sampler: Sampler | None = None,
     evaluator: Evaluator | None = None,
+    make: MakeTrainer | None = None,
 ) -> int:
     """Connects the processes and trains; an error of one process ends all. `importer`: of the experiment."""
     from megajax.checkpoint.early_lock import EarlyLock
@@ -76,7 +80,7 @@ def train(
 
         def work(count: int, watchdog: Any) -> None:
             lock.require()
-            result = train_on_devices(request, count, watchdog, started, importer, sampler, evaluator)
+            result = train_on_devices(request, count, watchdog, started, importer, sampler, evaluator, make)
             if is_signal(result.stopped):
                 ignore_signals()
             else:
@@ -94,6 +98,7 @@ def train_on_devices(
     importer: Importer | None = None,
     sampler: Sampler | None = None,
     evaluator: Evaluator | None = None,
+    make: MakeTrainer | None = None,
 ) -> Any:
     """Starts the devices, trains, returns the `Result`, and prints a sample of the model's text if the request has one."""
     from megajax.checkpoint.libraries import prepare_process
@@ -104,7 +109,7 @@ def train_on_devices(
     prepare_process()
     devices = start_devices(request.devices, -(-(request.devices_needed or DEFAULT_CPU_DEVICES) // process_count))
     run = request.run(len(devices), "fp32" if devices[0].platform == "cpu" else "bf16")
-    trainer = Trainer(run, output=request, devices=devices)
+    trainer = make(run, request, devices) if make else Trainer(run, output=request, devices=devices)
     sample = sampler(trainer, request.sample) if sampler and request.sample else None
     evaluations = evaluator(trainer, request) if evaluator else ()
     result = trainer.fit(watchdog, started, importer.params if importer else None, evaluations)

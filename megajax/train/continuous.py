@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from megajax.checkpoint.layout import StateLayout
+from megajax.config import ConfigError
 from megajax.pipeline.pipedream_2bw import InFlight, PipeDream2BW
 from megajax.pipeline.program import StepProgram
 
@@ -38,6 +39,11 @@ class Continuous:
         """As of `Training`."""
         super().__init__(program, mesh, *model_and_rules)
         run = program.run
+        if self.model.has_outputs:
+            name = type(self.model).__name__
+            raise ConfigError(
+                f"schedule = {run.parallel.schedule} does not train {name}, whose loss has outputs: pass --schedule 1f1b."
+            )
         self.pipeline = PipeDream2BW(self.functions, run.parallel.pipe, run.microbatches, mesh, self.executor_options)
         self._train = self._jit_step(dataclasses.replace(self.state_sharding, in_flight=None))  # XLA shards it
         self._start = lambda params, batch: self.pipeline.start(*self._inputs(params, batch)[:2])

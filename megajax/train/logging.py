@@ -77,7 +77,8 @@ def step_record(
 
     Args:
       step: 1 for the first step of the run.
-      metrics: of `Training.train_step`: loss, grad_norm, learning_rate, loss_scale, and what experts measured.
+      metrics: of `Training.train_step`: loss, grad_norm, learning_rate, loss_scale, what experts measured, and "model", the
+        values of `PipelineModel.metrics`.
       samples: samples consumed at the end of this step.
       seconds: wall-clock seconds of the step on the devices.
       batch: samples of this step, without padding.
@@ -99,6 +100,7 @@ def step_record(
         "compiled": int(compiled),
         **throughput.rates(seconds, compiled),
         **load_record(metrics),
+        **{name: float(value) for name, value in metrics.get("model", {}).items()},
     }
 
 

@@ -94,6 +94,7 @@ class Training:
             specs=self.specs.executor(run.parallel.recompute_blocks),
             share_ends=program.vocabulary_over_pipe,
             offload=run.parallel.offload_activations,
+            has_aux=self.model.has_outputs,
             in_place=program.in_place,
             merged=program.merges,
             unrolled=program.unrolls,
@@ -263,9 +264,11 @@ class Training:
         """
         scale = state.loss_scale.scale
         cotangent = scale if factors is None else scale * factors
-        loss, gradients, losses, records = self._execute(state.params, batch, cotangent, **options)
+        loss, gradients, losses, records, outputs = self.execute(state.params, batch, cotangent, **options)
         gradients = jax.tree.map(lambda gradient: gradient / scale, gradients)
-        return self._update(state, gradients, loss, batch, ready=hold == 0), gradients, losses, records
+        state, metrics = self._update(state, gradients, loss, batch, ready=hold == 0)
+        more = {"model": dict(self.model.metrics(outputs, batch))} if self.model.has_outputs else {}
+        return (state, metrics | more), gradients, losses, records
 
     def _update(self, state: TrainState, gradients: Tree, loss: jax.Array, batch: Tree, ready: jax.Array | bool = True):
         """The state after an update, which is skipped if `gradients` are not finite or not `ready`; and metrics."""
@@ -300,20 +303,21 @@ class Training:
         return new, metrics | of_all_layers(measurements, self.where, self.model.measured_kind)
 
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
-        return self._execute(params, batch, scale, poison_bubbles=poison_bubbles)[:2]
+        return self.execute(params, batch, scale, poison_bubbles=poison_bubbles)[:2]
 
-    def _execute(self, params: Tree, batch: Tree, cotangent: jax.Array, **options):
-        """(mean loss, gradients sharded as parameters, each microbatch's summed loss, records)."""
+    def execute(self, params: Tree, batch: Tree, cotangent: jax.Array | float, **options):
+        """(mean loss, gradients sharded as parameters, each microbatch's summed loss, records, the head's outputs)."""
         options = dataclasses.replace(self.executor_options, **options)
         run = gradient_function(self.functions, self.program.schedule_of(leading_sizes(batch)[0]), self.mesh, options)
         total = self._loss_weight(batch)
         computed, inputs, before = self._inputs(params, batch, cotangent)
         losses, gradients, records = run(computed, inputs, cotangent / total, (before, total))
-        return losses.sum() / total, self._gradients_of(params, gradients), losses, records
+        losses, outputs = losses if self.model.has_outputs else (losses, None)
+        return losses.sum() / total, self._gradients_of(params, gradients), losses, records, outputs
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
         model, functions = self.evaluation()
-        collect = lambda shared, y, microbatch: model.head_loss(shared, y, microbatch)[None]  # noqa: E731
+        collect = lambda shared, y, microbatch: model.only_loss(shared, y, microbatch)[None]  # noqa: E731
         total = self._loss_weight(batch)
         return self.forward(functions, collect, params, batch, total).sum() / total
 

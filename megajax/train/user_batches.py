@@ -27,8 +27,11 @@ def user_data(data: Any, validation: Any, run: RunConfig, model: PipelineModel) 
         if one is not None
     }
     source = _source(data, run, model, "data")
-    lines = [source.description if isinstance(source, UserSamples) else f"batches of {type(source).__name__}"]
-    return RunData(UserBatches(source, run, model), checked, lines)
+    if isinstance(source, UserSamples):
+        described = [source.description]
+    else:
+        described = getattr(source, "description", [f"batches of {type(source).__name__}"])
+    return RunData(UserBatches(source, run, model), checked, described, tokenizer=getattr(source, "tokenizer", None))
 
 
 def _source(data: Any, run: RunConfig, model: PipelineModel, name: str) -> Any:

@@ -220,7 +220,7 @@ def chat(*turns) -> dict:
 ANSWERS = {  # lines for --sft-data: a part of the message
     "ShareGPT": ({"conversations": [{"from": "human", "value": "a"}]}, "no message of the assistant"),
     "Alpaca": ({"instruction": "a", "input": "", "output": 1}, "output = 1 is not a text"),
-    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "no training on pairs"),
+    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "which experiments.dpo trains on"),
     "question": ({"question": "a", "answer": "b"}, "rename question to prompt"),
     "text": ({"text": "a"}, "for --text of experiments.gpt3"),
     "empty object": ({}, "has nothing: give messages"),

@@ -104,7 +104,7 @@ HUGGING_FACE: dict[str, Entry] = {
     "--hub_token": ("", "HF_TOKEN in the environment, as for huggingface_hub; nothing is pushed"),
     "--hub_model_id": ("", "not supported: megajax export writes a directory that can be pushed"),
     "--push_to_hub": ("", "not supported: megajax export writes a directory that can be pushed"),
-    "--label_smoothing_factor": ("", NOT_SUPPORTED),
+    "--label_smoothing_factor": ("--label-smoothing", ""),
     "--neftune_noise_alpha": ("", NOT_SUPPORTED),
     "--load_in_8bit": ("", "not supported: no quantised weights"),
     "--load_in_4bit": ("", "not supported: no quantised weights"),
