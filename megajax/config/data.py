@@ -63,9 +63,10 @@ class DataConfig:
     shuffle_samples: int = setting(1024, "--stream: samples that are shuffled at a time; 0: none are", low=0)
     sft_data: tuple[str, ...] | None = setting(
         None,
-        "JSON lines to fine-tune on, with loss on the answers only: chats (messages), or prompt and completion",
-        metavar="FILE",
-        text_kind="path",
+        "JSON lines, Parquet or hub:ORG/NAME to fine-tune on, with loss on the answers only: chats (messages), or prompts "
+        "and completions",
+        metavar="SOURCE",
+        text_kind="source",
         list_style="words",
     )
     valid_sft_data: tuple[str, ...] | None = setting(

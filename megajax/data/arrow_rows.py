@@ -22,9 +22,10 @@ from megajax.data.rows import RowBlocks, missing_column
 from megajax.data.sources import HUB, SPLITS, Wanted
 from megajax.schedules.errors import shown
 
-__all__ = ["read_arrow"]
+__all__ = ["read_arrow", "read_arrow_records"]
 
 ROWS_AT_ONCE = 8192  # at most
+RECORDS = 256  # rows of a block of JSON lines
 NAMES = {
     "parquet": "a Parquet file",
     "arrow": "an Arrow file",
@@ -39,28 +40,51 @@ def read_arrow(path: str, kind: str, wanted: Wanted, option: str) -> Iterator[Bl
     Raises:
       ConfigError: a library is missing, the source cannot be read, or it has no such split or column of texts.
     """
+    blocks, number, last = RowBlocks(path, wanted.keys), 0, (0, 0)
+    for batch, *last in _batches(path, kind, wanted, option):
+        texts = [_column(batch, key) for key in wanted.keys]
+        for row in zip(*texts, strict=True):
+            if blocks.add(number, row):
+                yield from blocks.take(*last)
+            number += 1
+    yield from blocks.take(*last)
+
+
+def read_arrow_records(path: str, kind: str, wanted: Wanted, option: str) -> Iterator[Block]:
+    """The rows of a source of `read_arrow` with all their columns, as blocks of JSON lines; `wanted` has no keys.
+
+    A value that is missing is left out: Arrow has the keys of all objects in each.
+    """
+    number = 0
+    for batch, read, size in _batches(path, kind, wanted, option):
+        rows = batch.to_pylist()
+        for place in range(0, len(rows), RECORDS):
+            part = rows[place : place + RECORDS]
+            lines = "".join(json.dumps(_present(row), ensure_ascii=False, default=str) + "\n" for row in part)
+            yield Block(path, "jsonl", number + 1, lines.encode("utf-8", "surrogatepass"), read, size=size)
+            number += len(part)
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _present(inner) for key, inner in value.items() if inner is not None}
+    return [_present(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _batches(path: str, kind: str, wanted: Wanted, option: str) -> Iterator[tuple[Any, int, int]]:
+    """Batches of rows of the wanted columns, or of all; with the bytes read and those of the source."""
     library = "datasets" if kind == "hub" else "pyarrow"
     _library(library, f"{path} is {NAMES[kind]}")
     pyarrow = _library("pyarrow", f"{path} is {NAMES[kind]}")
     remedy = f"pass {option} a complete one"
-    if kind == "hub":
-        batches = _hub(path, wanted, option)
-    elif kind == "saved":
-        batches = _saved(path, wanted, pyarrow, option)
-    else:
-        _check_file(path, kind, option)
-        batches = (_parquet if kind == "parquet" else _arrow)(path, wanted, pyarrow, option)
-    blocks, number = RowBlocks(path, wanted.keys), 0
     with _errors(path, NAMES[kind], remedy), remote_errors(path, remedy):
-        for batch, read, size in batches:
-            texts = [_column(pyarrow, path, batch, key, option) for key in wanted.keys]
-            for row in zip(*texts, strict=True):
-                if blocks.add(number, row):
-                    yield from blocks.take(read, size)
-                number += 1
-            last = (read, size)
-        if number:
-            yield from blocks.take(*last)
+        if kind == "hub":
+            yield from _hub(path, wanted, option)
+        elif kind == "saved":
+            yield from _saved(path, wanted, pyarrow, option)
+        else:
+            _check_file(path, kind, option)
+            yield from (_parquet if kind == "parquet" else _arrow)(path, wanted, pyarrow, option)
 
 
 def _library(name: str, what: str) -> ModuleType:
@@ -104,16 +128,14 @@ def _parquet(path: str, wanted: Wanted, pyarrow: ModuleType, option: str) -> Ite
         names = _check_columns(path, file.schema_arrow, wanted, option, pyarrow)
         total, done = max(1, file.metadata.num_rows), 0
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-        places = [place for place, name in enumerate(file.schema_arrow.names) if name in names]
         heavy = sum(
             group.column(place).total_uncompressed_size
             for group in groups
             for place in range(group.num_columns)
-            if group.column(place).path_in_schema.partition(".")[0] in names
+            if not names or group.column(place).path_in_schema.partition(".")[0] in names
         )
-        assert places
         at_once = max(1, min(ROWS_AT_ONCE, int(4 * PART * total / max(1, heavy))))
-        for batch in file.iter_batches(at_once, columns=list(wanted.keys), use_threads=False):
+        for batch in file.iter_batches(at_once, columns=list(wanted.keys) or None, use_threads=False):
             done += batch.num_rows
             yield batch, size * done // total, size
 
@@ -171,7 +193,8 @@ def _hub(path: str, wanted: Wanted, option: str) -> Iterator[tuple[Any, int, int
         ) from None
     pyarrow = importlib.import_module("pyarrow")
     _check_columns(path, found.features.arrow_schema, wanted, option, pyarrow)
-    for table in found.select_columns(list(wanted.keys)).with_format("arrow").iter(256):
+    chosen = found.select_columns(list(wanted.keys)) if wanted.keys else found
+    for table in chosen.with_format("arrow").iter(256):
         for batch in table.to_batches():
             yield batch, 0, 0
 
@@ -215,8 +238,9 @@ def _is_text(kind: Any, pyarrow: ModuleType) -> bool:
     return any(test(kind) for test in (*tests, types.is_null))
 
 
-def _column(pyarrow: ModuleType, path: str, batch: Any, key: str, option: str) -> Iterator[bytes | None]:
+def _column(batch: Any, key: str) -> Iterator[bytes | None]:
     """The texts of a batch's column, as they are stored; None where there is none."""
+    pyarrow = importlib.import_module("pyarrow")
     column = batch.column(batch.schema.names.index(key))
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()

@@ -19,7 +19,7 @@ from megajax.data.blocks import Block, json_lines
 from megajax.data.chat_template import ChatTemplate, Sample, has_template, load_template
 from megajax.data.file_kinds import not_utf8
 from megajax.data.sft_rows import Chat, Pair, read_row
-from megajax.data.text import read_blocks
+from megajax.data.text import read_records
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megajax.schedules.errors import counted
 
@@ -70,7 +70,7 @@ def load_answers(
     """Reads files.
 
     Args:
-      files: JSON lines, also .gz and .zst.
+      files: JSON lines, also .gz and .zst; Parquet, Arrow, folders of save_to_disk; URLs and hub:ORG/NAME.
       tokenizer: the model's.
       template: file of a chat template; None: the one beside the tokenizer's file.
       longest: tokens of a sample.
@@ -84,7 +84,7 @@ def load_answers(
     has_chats = functools.cache(lambda: has_template(tokenizer, template))
     ids, masks, counts = [], [], dict.fromkeys(("lines", "cut", "dropped", "unanswered"), 0)
     for file in files:
-        for block in read_blocks(file, "jsonl", "--sft-data"):
+        for block in read_records(file, "--sft-data"):
             rows = [(place, read_row(place, record, has_chats)) for place, record in records(block)]
             counts["lines"] += len(rows)
             for tokens, loss_mask in _samples(rows, tokenizer, chats):

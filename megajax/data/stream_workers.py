@@ -18,8 +18,8 @@ import numpy as np
 
 from megajax.config import ConfigError
 from megajax.data.blocks import BadLine, Block
-from megajax.data.preprocess import encode_block
 from megajax.data.recipe import Recipe
+from megajax.data.tokenize_blocks import encode_block
 
 __all__ = ["Ids", "Workers"]
 

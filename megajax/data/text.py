@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megajax.config import ConfigError
-from megajax.data.arrow_rows import read_arrow
+from megajax.data.arrow_rows import read_arrow, read_arrow_records
 from megajax.data.blocks import Block, documents_of
 from megajax.data.file_kinds import is_json_lines
 from megajax.data.read_file import check_file, read_parts, read_text
@@ -26,6 +26,7 @@ __all__ = [
     "load_documents",
     "numbered_lines",
     "read_blocks",
+    "read_records",
     "split_documents",
     "split_sentences",
     "tokenise",
@@ -66,6 +67,19 @@ def read_blocks(path: str, kind: str, option: str = "--input", wanted: Wanted = 
         line, before = line + content.count(b"\n"), before + len(content)
     if any(held):
         yield Block(path, kind, line, b"".join(held), place, before)
+
+
+def read_records(path: str, option: str) -> Iterator[Block]:
+    """The blocks of a source of JSON objects: of JSON lines, or of all columns of a dataset's rows, as JSON lines.
+
+    Raises:
+      ConfigError: see `read_blocks`.
+    """
+    kind = source_kind(path, "jsonl")
+    if kind in ("parquet", "arrow", "saved", "hub"):
+        yield from read_arrow_records(path, kind, Wanted(()), option)
+    else:
+        yield from read_blocks(path, "jsonl", option)
 
 
 def check_source(path: str, kind: str, option: str, wanted: Wanted) -> int:

@@ -46,6 +46,16 @@ def require_same_run(
     values = configuration(run, output) | dict(kinds)
     values |= {f"the {name} data (their fingerprint)": fingerprint(one) for name, one in loaders.items()}
     values |= {"the tokenizer's hash": tokenizer_hash(tokenizer)} if tokenizer else {}
+    _require_same(values)
+
+
+def require_same_batch(batch: Mapping[str, np.ndarray]) -> None:
+    """As `require_same_run`, of the first batch of a user's source: one that shuffles without a seed differs."""
+    if coordination_service().client is not None:
+        _require_same({"the first batch of the data (its checksum)": f"{_checksum(batch):08x}"})
+
+
+def _require_same(values: Mapping[str, str]) -> None:
     name, problem = f"train/same run/{next(_comparisons)}", None
     try:
         require_same(name, values)
@@ -77,10 +87,15 @@ def fingerprint(loader: Loader) -> str:
     samples = loader.samples
     count = int(samples.count)
     rows = loader.rows(np.unique(np.linspace(0, count - 1, COMPARED).astype(np.int64)))
-    found = 0
-    for name in sorted(rows):
-        found = zlib.crc32(np.ascontiguousarray(rows[name]), zlib.crc32(name.encode(), found))
+    found = _checksum(rows)
     tokens = getattr(samples, "tokens", None)
     if isinstance(tokens, np.ndarray):
         found = zlib.crc32(np.ascontiguousarray(tokens), found)
     return f"{count} samples, {found:08x}"
+
+
+def _checksum(rows: Mapping[str, np.ndarray]) -> int:
+    found = 0
+    for name in sorted(rows):
+        found = zlib.crc32(np.ascontiguousarray(rows[name]), zlib.crc32(name.encode(), found))
+    return found

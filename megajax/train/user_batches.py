@@ -14,6 +14,7 @@ from megajax.models.ids import checked_ids
 from megajax.models.interface import PipelineModel
 from megajax.train.check import check_batch
 from megajax.train.loop import Batch, Batches
+from megajax.train.same_run import require_same_batch
 
 __all__ = ["UserBatches", "user_data"]
 
@@ -98,6 +99,8 @@ class UserBatches:
         if types not in self.fitting:
             check_batch(self.model, batch, f"batch({consumed_samples})", self.run.parallel.data)
             _check_shifted(self.run, batch)
+            if not self.fitting:
+                require_same_batch(batch)
             self.fitting.add(types)
         return checked_ids(batch, self.model.id_bounds())
 

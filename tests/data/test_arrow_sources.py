@@ -15,8 +15,10 @@ import pytest
 from megajax.config import ConfigError
 from megajax.data.blocks import documents_of
 from megajax.data.indexed import IndexedDataset
+from megajax.data.sft import load_answers
 from megajax.data.sources import Wanted, source_kind
-from megajax.data.text import read_blocks
+from megajax.data.text import read_blocks, read_records
+from megajax.data.tokenizers import load_tokenizer
 from tests.data.test_sources import plain_loop, read, shard, tokens
 
 pytestmark = pytest.mark.slow
@@ -135,6 +137,34 @@ def test_a_table_is_read_as_by_datasets(tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS[1:9], "id": list(range(8))}).to_csv(str(tmp_path / "a.csv"))
     judge = datasets.load_dataset("csv", data_files=str(tmp_path / "a.csv"), split="train", cache_dir=str(tmp_path))
     assert read(tmp_path / "a.csv") == ([(text,) for text in judge["text"]], [])
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "saved"])
+def test_rows_to_fine_tune_on_are_those_of_json_lines(tmp_path, form):
+    """Chats and pairs with keys that some rows do not have; datasets' own JSON lines are the judge."""
+    datasets = pytest.importorskip("datasets")
+    pairs = [{"prompt": f"p {n}", "completion": f" c {n}"} for n in range(300)]
+    found = {}
+    made = datasets.Dataset.from_list(pairs)
+    path = str(tmp_path / f"a.{form}")
+    if form == "parquet":
+        made.to_parquet(path)
+    elif form == "saved":
+        made.save_to_disk(path)
+    else:
+        with pyarrow.ipc.new_stream(path, made.data.schema) as writer:
+            writer.write_table(made.data.table)
+    made.to_json(str(tmp_path / "a.jsonl"))
+    for name in (path, str(tmp_path / "a.jsonl")):
+        found[name] = load_answers((name,), load_tokenizer("byte"), None, 100, False)
+    one, other = found.values()
+    np.testing.assert_array_equal(one.ids, other.ids)
+    np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "c"}]
+    rows = [{"messages": chat, "n": 1}, {"n": 2}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
+    (block,) = read_records(str(tmp_path / "b.parquet"), "--sft-data")
+    assert [json.loads(line) for line in block.content.splitlines()] == rows
 
 
 def test_memory_is_bounded_whatever_a_file_holds(tmp_path):

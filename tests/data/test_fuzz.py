@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
-from megajax.data import preprocess
+from megajax.data import preprocess, tokenize_blocks
 from megajax.data.bert import BertSamples, WordPieces
 from megajax.data.gpt_samples import GPTSamples
 from megajax.data.indexed import DTYPES, HEADER, MAGIC, IndexedDataset, IndexedWriter, pair_paths
@@ -245,7 +245,7 @@ def test_a_damaged_text_is_read_or_refused(tmp_path, examples):
         for recipe in recipes:
             try:
                 for block in read_blocks(str(path), kind_of(str(path), unit)):
-                    result = preprocess.encode_block(block, recipe)
+                    result = tokenize_blocks.encode_block(block, recipe)
                     assert all("\n" not in str(line) for line in result.bad)
                     assert all(part.lengths.sum() == len(part.tokens) for part in result.encoded)
             except ConfigError as error:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
 from megajax.config import ConfigError
-from megajax.data import long_texts, preprocess
+from megajax.data import long_texts, preprocess, tokenize_blocks
 from megajax.data.blocks import Block
 from megajax.data.long_texts import PATTERNS, batches, pieces, splits_at_cuts
 from megajax.data.tokenizers import load_tokenizer
@@ -131,7 +131,7 @@ def test_a_long_text_that_cannot_be_cut_is_refused_with_its_place(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"^a.jsonl, from line 7: a document has 11 characters, and tokenizer gpt2 enc"
     ):
-        preprocess.encode_block(block, preprocess.Recipe("gpt2"))
+        tokenize_blocks.encode_block(block, preprocess.Recipe("gpt2"))
 
 
 def test_long_blocks_are_not_in_flight_together(monkeypatch):
@@ -153,9 +153,9 @@ def test_long_blocks_are_not_in_flight_together(monkeypatch):
         def shutdown(self, **settings):
             pass
 
-    monkeypatch.setattr(preprocess.concurrent.futures, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(tokenize_blocks.concurrent.futures, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(preprocess, "BYTES_AHEAD", 100)
     monkeypatch.setattr(preprocess, "PART", 10)
     blocks = [Block("f", "jsonl", 1, bytes(size), 0) for size in (10, 10, 60, 60, 300, 10, 10, 10, 10, 10, 10)]
-    assert len(list(preprocess.Workers(2).encode(blocks, preprocess.Recipe("byte")))) == len(blocks)
+    assert len(list(tokenize_blocks.Workers(2).encode(blocks, preprocess.Recipe("byte")))) == len(blocks)
     assert max(most) == 300 and most == [10, 20, 80, 60, 300, 10, 20, 30, 40, 50, 60]

@@ -19,8 +19,9 @@ from megajax.config import ConfigError
 from megajax.data import read_file
 from megajax.data.blocks import Block, documents_of
 from megajax.data.indexed import IndexedDataset, IndexedWriter
-from megajax.data.preprocess import Recipe, encode_block, main
+from megajax.data.preprocess import Recipe, main
 from megajax.data.text import read_blocks, split_sentences
+from megajax.data.tokenize_blocks import encode_block
 from megajax.data.tokenizers import load_tokenizer
 
 LINES = b'{"text": "one", "title": "A"}\n\n{"text": ""}\n{"text": "two\\u2028", "title": "B"}'

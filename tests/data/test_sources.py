@@ -24,6 +24,7 @@ from megajax.data.indexed import IndexedDataset
 from megajax.data.remote import expanded
 from megajax.data.sources import Wanted, source_kind
 from megajax.data.text import load_documents, read_blocks
+from megajax.data.tokenize_blocks import Workers, encode_block
 from megajax.data.tokenizers import load_tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t"))
@@ -41,9 +42,8 @@ def read(path, keys=("text",)):
 
 def tokens(words, tmp_path, monkeypatch):
     """The ids that preprocessing writes, without processes of its own."""
-    monkeypatch.setattr(
-        preprocess, "encode_blocks", lambda blocks, recipe, _: (preprocess.encode_block(one, recipe) for one in blocks)
-    )
+    monkeypatch.setattr(Workers, "__enter__", lambda workers: workers)
+    monkeypatch.setattr(Workers, "encode", lambda _, blocks, recipe: (encode_block(one, recipe) for one in blocks))
     assert preprocess.main([*words, "--out", str(tmp_path / "pair"), "--tokenizer", "gpt2", "--overwrite"]) == 0
     return np.array(IndexedDataset(tmp_path / "pair").tokens)
 
@@ -182,9 +182,8 @@ WRONG = {  # words after --input: the message
 def test_wrong_sources_are_one_line(words, tmp_path, capsys, monkeypatch):
     for library in ("pyarrow", "datasets"):
         monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.setattr(
-        preprocess, "encode_blocks", lambda blocks, recipe, _: (preprocess.encode_block(one, recipe) for one in blocks)
-    )
+    monkeypatch.setattr(Workers, "__enter__", lambda workers: workers)
+    monkeypatch.setattr(Workers, "encode", lambda _, blocks, recipe: (encode_block(one, recipe) for one in blocks))
     memory = fsspec.filesystem("memory")
     memory.pipe("/bad.parquet", b"PAR1")
     memory.pipe("/cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100)[:-9])

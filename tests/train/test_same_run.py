@@ -12,7 +12,7 @@ from megajax.config import ConfigError
 from megajax.data.loader import Loader, TokenSamples
 from megajax.runtime import exchange
 from megajax.train import same_run
-from megajax.train.same_run import fingerprint, require_same_run
+from megajax.train.same_run import fingerprint, require_same_batch, require_same_run
 from tests.train.runs import Letters
 
 RUN = RunConfig(preset("tiny"), ParallelConfig(data=2), TrainConfig(global_batch_size=8))
@@ -44,8 +44,8 @@ class Service:
         return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
 
 
-def compare(monkeypatch, *processes) -> list[str | None]:
-    """What each process is told; a process is the arguments of `require_same_run`."""
+def compare(monkeypatch, *processes, call=require_same_run) -> list[str | None]:
+    """What each process is told; a process is the arguments of `call`."""
     service, own, found = Service(len(processes)), threading.local(), [None] * len(processes)
     for module in (exchange, same_run):
         monkeypatch.setattr(module, "coordination_service", lambda: own.service)
@@ -55,7 +55,7 @@ def compare(monkeypatch, *processes) -> list[str | None]:
     def work(index, arguments):
         own.service = types.SimpleNamespace(client=service, process_id=index)
         try:
-            require_same_run(*arguments)
+            call(*arguments)
         except ConfigError as error:
             found[index] = str(error)
 
@@ -124,3 +124,10 @@ def test_hosts_may_have_copies_of_the_data_at_other_places(monkeypatch):
 def test_a_run_of_one_process_reads_nothing(monkeypatch):
     monkeypatch.setattr(same_run, "fingerprint", None)
     require_same_run(*process())
+
+
+def test_first_batches_of_a_users_source_that_differ(monkeypatch):
+    one, other = ({"tokens": np.random.default_rng(seed).integers(0, 50, (2, 4, 8))} for seed in (1, 2))
+    assert compare(monkeypatch, (one,), (one,), call=require_same_batch) == [None, None]
+    found = compare(monkeypatch, (one,), (other,), call=require_same_batch)
+    assert all("the first batch of the data" in text and "in process 1" in text for text in found)
