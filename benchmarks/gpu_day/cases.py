@@ -9,6 +9,7 @@ from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, 
 
 HERE = "benchmarks.gpu_day"
 STEPS = 30
+TINY_DEADLINE = 400  # seconds of a case: eight CPU devices may share one busy core
 MOST_JOBS = 6  # cases of small models that share the GPUs
 # fp32 on a GPU is TF32 unless this is set: JAX's default, and not a difference of the program.
 EXACT = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
@@ -73,7 +74,8 @@ class Case:
 
 def cases(gpus: int, tiny: bool) -> list[Case]:
     """All cases for this number of devices; `tiny`: fewer, of sizes that CPU devices run in a few minutes."""
-    return [*_losses(tiny), *_layouts(gpus, tiny), *_programs(tiny), *_timed(tiny)]
+    found = [*_losses(tiny), *_layouts(gpus, tiny), *_programs(tiny), *_timed(tiny)]
+    return [dataclasses.replace(one, deadline=TINY_DEADLINE) for one in found] if tiny else found
 
 
 def _losses(tiny: bool) -> Iterator[Case]:

@@ -67,9 +67,12 @@ def run_all(cases: Sequence[Case], store: Store, jobs: int, ends: float, tell: C
       tell: is given a line for each case that has ended.
     """
     left, running = [case for case in cases if not store.has(case.name)], set[subprocess.Popen]()
+    ended = threading.Event()
 
     def one(case: Case) -> None:
         result = run_case(case, ends, store.logs, running)
+        if ended.is_set():
+            return  # killed below: no result, so that a second start runs it
         store.add(result)
         tell(f"{result['status']:>8}  {result['seconds']:5.0f} s  {case.name}  {result['reason']}"[:220])
 
@@ -80,6 +83,7 @@ def run_all(cases: Sequence[Case], store: Store, jobs: int, ends: float, tell: C
             if case.alone:
                 one(case)
     finally:  # after Ctrl-C too, which the processes do not get: they are in sessions of their own
+        ended.set()
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list(running):
             os.killpg(process.pid, signal.SIGKILL)

@@ -78,6 +78,8 @@ def test_ctrl_c_ends_the_processes_of_cases(tmp_path):
     pid = int((tmp_path / "pid").read_text())
     while is_running(pid):  # until the test's time limit
         time.sleep(0.05)
+    time.sleep(0.2)
+    assert not store.has("hangs")  # a second start runs it
 
 
 def is_running(pid: int) -> bool:
