@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.pipeline.jaxprs import fp32_gradients
 from megajax.pipeline.layout import vary
 from megajax.pipeline.loops import prevent_hoisting, run_one_of, which
 from megajax.pipeline.slots import TickRow
@@ -43,6 +44,7 @@ class EmbeddingAndHead:
       constrain: the sharding constraint of an activation.
       cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients; None without backwards.
       collect: see `executor.forward_function`; None with backwards.
+      in_place: the head's matmul adds its weights' gradient where it is (`ExecutorOptions.in_place`).
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class EmbeddingAndHead:
         constrain: Callable[[jax.Array], jax.Array],
         cotangents: jax.Array | None,
         collect: Callable | None,
+        in_place: bool = False,
     ):
         self.functions, self.shared, self.microbatch, self.constrain = functions, shared, microbatch, constrain
-        self.cotangents, self.collect = cotangents, collect
+        self.cotangents, self.collect, self.in_place = cotangents, collect, in_place
 
     def of_tick(
         self, segment: Segment, y: jax.Array, dx: jax.Array, row: TickRow, following: TickRow
@@ -98,8 +101,14 @@ class EmbeddingAndHead:
             return state._replace(output=jax.tree.map(place, state.output, vary(result)))
         cotangent = jnp.where(last, self.cotangents[index], 0)
         y, microbatch, cotangent = prevent_hoisting(zero, (*inputs, cotangent))
-        loss, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, microbatch), self.shared, y)
-        shared, dy = vjp(cotangent.astype(loss.dtype))
+
+        def backward(shared, y, microbatch, cotangent):
+            loss, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, microbatch), shared, y)
+            shared, dy = vjp(cotangent.astype(loss.dtype))
+            return shared, (dy, loss)
+
+        arguments = self.shared, y, microbatch, cotangent
+        shared, (dy, loss) = fp32_gradients(backward, *arguments) if self.in_place else backward(*arguments)
         gradients = lax.dynamic_update_index_in_dim(state.gradients, self.constrain(dy), row.loss_gradient, 0)
         return state._replace(
             shared_gradients=_accumulate(state.shared_gradients, shared),

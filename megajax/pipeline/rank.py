@@ -80,9 +80,7 @@ class Rank:
         if self.collect is None:
             stash = ()
             if not self.options.unrolled:
-                stash = vary(
-                    self.blocks.stack.empty_stash(self.table.stash_slots, x, first, on_host=self.options.offload)
-                )
+                stash = vary(self.blocks.empty_stash(x, first))
             kept = vary(self.blocks.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
             totals = vary((self.blocks.stack.empty_gradients(), fp32_zeros(self.shared)))
             output = vary(jnp.zeros(count, jnp.float32))
@@ -111,7 +109,13 @@ class Rank:
           cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients.
         """
         self.ends = EmbeddingAndHead(
-            self.functions, self.shared, self.blocks.microbatch, self.constrain, cotangents, self.collect
+            self.functions,
+            self.shared,
+            self.blocks.microbatch,
+            self.constrain,
+            cotangents,
+            self.collect,
+            self.options.in_place,
         )
         columns, names = jax.tree.flatten(rows)
         table = jnp.stack(columns, axis=1)  # one array, so that a tick reads its row in one kernel
