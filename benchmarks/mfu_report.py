@@ -78,7 +78,9 @@ _HEAD = (
     f"{'':<26}{'d':>3}{'p':>3}{'t':>3}{'v':>3}{'b':>3}{'m':>4}  {'schedule':<18}{'recompute':<10}"
     f"{'ms a step':>10}{'tokens/s':>11}"
 )
-_GPU_HEAD = f"{'TFLOP/s':>10}{'MFU':>8}{'causal':>8}{'of ceiling':>12}"  # causal: MFU with that half of attention's scores
+_GPU_HEAD = (
+    f"{'TFLOP/s':>10}{'MFU':>8}{'causal':>8}{'of ceiling':>12}"  # causal: MFU with that half of attention's scores
+)
 
 
 def _line(one: dict, on_gpu: bool, best: float) -> str:

@@ -41,7 +41,7 @@ def flops_per_step(run: RunConfig) -> int:
 
 
 def causal_flops_per_step(run: RunConfig) -> int:
-    """`flops_per_step` without the half of attention's scores that a causal mask hides; the same if there is no such mask."""
+    """`flops_per_step` without the half of attention's scores that a causal mask hides, if there is one."""
     model = model_costs(run.model)
     causal = any(kind.attention and kind.attention.causal for _, kind in model.layers_of_kinds)
     forward = forward_flops(model)

@@ -74,7 +74,7 @@ class Operations:
             blocks, parts = self.stack.part_range(row.forward, row.forward.on), (1, OVERLAP_PARTS)
         work = self.work(row.forward, carry, blocks, parts)
         if self.slots_apart:
-            work = work.at_slot(self.table.only_slot(segment, "forward"))
+            work = work.at_slot(self.table.only_slot(self.table.rows.forward, segment))
         if self.collects:
             return carry, self.constrain(self.stack.forward(x, work))
         y, stash, iterations, records = self.stack.forward_stashing(x, work, carry.iterations)
@@ -89,7 +89,8 @@ class Operations:
         else:
             blocks, parts = self.stack.part_range(row.forward, overlapping(row)), (OVERLAP_PARTS,)
         works = self.work(row.forward, carry, blocks, parts), self.work(row.backward, carry, blocks, parts)
-        pairs, slots = self.table.chunk_pairs(segment), self.table.slot_pairs(segment) if self.slots_apart else []
+        pairs = self.table.pairs(segment, "chunk")
+        slots = self.table.pairs(segment, "stash") if self.slots_apart else []
         y, dx, stash, totals, iterations, records = self.stack.forward_and_backward(
             x, dy, works, carry.block_gradients, pairs, slots, carry.iterations
         )
@@ -105,7 +106,8 @@ class Operations:
             blocks = self.block_range(operation, segment, carry.iterations)
             keep = on == 1 if self.options.compute_bubbles and not segment.full else None
             work = self.work(operation, carry, blocks)
-            work = work.at_slot(self.table.only_slot(segment, "backward")) if self.slots_apart else work
+            if self.slots_apart:
+                work = work.at_slot(self.table.only_slot(self.table.rows.backward, segment))
             return self.whole_backward(carry, dy, work, keep)
         both = overlapping(row) if segment.overlaps else jnp.zeros_like(on)
         if INPUT in ops:
