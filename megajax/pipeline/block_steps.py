@@ -96,11 +96,11 @@ class BlockSteps:
 
         return step
 
-    def forward_step(self, work: ChunkWork, *, early: bool = True) -> Callable:
-        """The forward, state (x, the stash's buffer, records); writes to the stash, with `in_place` and `early` as soon as
-        it can (`early_stash.py`), but for ZeRO-3: XLA then gathers weights later.
+    def forward_step(self, work: ChunkWork, *, early: bool = False) -> Callable:
+        """The forward, state (x, the stash's buffer, records); writes to the stash, if `early` as soon as it can
+        (`early_stash.py`), but for ZeRO-3: XLA then gathers weights later.
         """
-        early = early and self.in_place and not any(cut.axis is not None for cut in _cuts(self.cut))
+        early = early and not any(cut.axis is not None for cut in _cuts(self.cut))
 
         def step(slot, place, zero, state):
             x, buffer, records = state

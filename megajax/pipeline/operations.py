@@ -60,6 +60,9 @@ class Operations:
             cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
             in_place=options.in_place,
             unrolled=options.unrolled,
+            # Where ticks merge a block has collectives: of a sum that they compute XLA copies nothing, and a write that is
+            # early no longer overlaps them.
+            early=options.in_place and not options.merged,
             counts=options.block_counts,
             where=options.stage_kinds,
         )

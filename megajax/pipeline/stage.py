@@ -54,6 +54,7 @@ class Stack(ChunkParts):
       per_chunk: slots for blocks in a chunk, of whatever kind.
       in_place: XLA's matmuls and conditionals update arrays in place; see `_run_blocks`.
       unrolled: blocks are traced one after the other, without a loop; the stack has one chunk, and one kind.
+      early: a forward that runs alone writes each value to the stash as soon as it can (`early_stash.py`).
       where: the layers of each stage, of several kinds. None: all are of one kind.
       kinds: the blocks of each kind.
     """
@@ -67,12 +68,13 @@ class Stack(ChunkParts):
         cut: Tree | None = None,
         in_place: bool = False,
         unrolled: bool = False,
+        early: bool = False,
         counts: Sequence[int] | None = None,
         where: StageLayers | None = None,
     ):
         """Arguments: see above, `block` and `cut` of `BlockSteps`, and `counts` of `StageBlocks`."""
         self.weights, self.per_chunk, self.where = weights, per_chunk, where
-        self.in_place, self.unrolled = in_place, unrolled
+        self.in_place, self.unrolled, self.early = in_place, unrolled, early
         make = functools.partial(BlockSteps, block, in_place=in_place, unrolled=unrolled)
         if where is None:
             self.kinds = {ONE: make(weights, StageBlocks(per_chunk, counts), cut=cut)}
@@ -127,7 +129,7 @@ class Stack(ChunkParts):
         Returns:
           (y of [samples, sequence, hidden], the stash's buffer, the iteration count, the records).
         """
-        steps = self._steps(work, BlockSteps.forward_step, 1)
+        steps = self._steps(work, lambda own, work: own.forward_step(work, early=self.early), 1)
         state = (x, work.stash.buffer, work.records)
         iterations, (y, buffer, records) = self._run_blocks(iterations, work, steps, state)
         return y, buffer, iterations, records
