@@ -60,9 +60,6 @@ class Operations:
             cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
             in_place=options.in_place,
             unrolled=options.unrolled,
-            # Where ticks merge a block has collectives: of a sum that they compute XLA copies nothing, and a write that is
-            # early no longer overlaps them.
-            early=options.in_place and not options.merged,
             counts=options.block_counts,
             where=options.stage_kinds,
         )
@@ -80,7 +77,10 @@ class Operations:
             work = work.at_slot(self.table.only_slot(self.table.rows.forward, segment))
         if self.collects:
             return carry, self.constrain(self.stack.forward(x, work))
-        y, stash, iterations, records = self.stack.forward_stashing(x, work, carry.iterations)
+        # Where ticks merge a block has collectives: of a sum that they compute XLA copies nothing, and a write that is early
+        # no longer overlaps them.
+        early = self.options.in_place and not self.options.merged
+        y, stash, iterations, records = self.stack.forward_stashing(x, work, carry.iterations, early=early)
         return carry._replace(stash=stash, iterations=iterations, records=records), self.constrain(y)
 
     def forward_and_backward(

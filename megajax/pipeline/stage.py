@@ -54,7 +54,6 @@ class Stack(ChunkParts):
       per_chunk: slots for blocks in a chunk, of whatever kind.
       in_place: XLA's matmuls and conditionals update arrays in place; see `_run_blocks`.
       unrolled: blocks are traced one after the other, without a loop; the stack has one chunk, and one kind.
-      early: a forward that runs alone writes each value to the stash as soon as it can (`early_stash.py`).
       where: the layers of each stage, of several kinds. None: all are of one kind.
       kinds: the blocks of each kind.
     """
@@ -68,13 +67,12 @@ class Stack(ChunkParts):
         cut: Tree | None = None,
         in_place: bool = False,
         unrolled: bool = False,
-        early: bool = False,
         counts: Sequence[int] | None = None,
         where: StageLayers | None = None,
     ):
         """Arguments: see above, `block` and `cut` of `BlockSteps`, and `counts` of `StageBlocks`."""
         self.weights, self.per_chunk, self.where = weights, per_chunk, where
-        self.in_place, self.unrolled, self.early = in_place, unrolled, early
+        self.in_place, self.unrolled = in_place, unrolled
         make = functools.partial(BlockSteps, block, in_place=in_place, unrolled=unrolled)
         if where is None:
             self.kinds = {ONE: make(weights, StageBlocks(per_chunk, counts), cut=cut)}
@@ -120,16 +118,19 @@ class Stack(ChunkParts):
         one = lambda index, state: steps[ONE](index, work.chunk * self.per_chunk + index, 0, state)  # noqa: E731
         return lax.fori_loop(*(work.blocks or (0, self.per_chunk)), one, (x,))[0]
 
-    def forward_stashing(self, x: jax.Array, work: ChunkWork, iterations=0) -> tuple[jax.Array, Tree, jax.Array, Tree]:
+    def forward_stashing(
+        self, x: jax.Array, work: ChunkWork, iterations=0, *, early: bool = False
+    ) -> tuple[jax.Array, Tree, jax.Array, Tree]:
         """As `forward`, and writes each block's residuals and input to `work.stash`.
 
         Args:
           iterations: here and below, the iteration count of earlier loops; see `loops.counted_loop`.
+          early: each value is written as soon as it can be (`early_stash.py`).
 
         Returns:
           (y of [samples, sequence, hidden], the stash's buffer, the iteration count, the records).
         """
-        steps = self._steps(work, lambda own, work: own.forward_step(work, early=self.early), 1)
+        steps = self._steps(work, lambda own, work: own.forward_step(work, early=early), 1)
         state = (x, work.stash.buffer, work.records)
         iterations, (y, buffer, records) = self._run_blocks(iterations, work, steps, state)
         return y, buffer, iterations, records
