@@ -199,14 +199,16 @@ def row(case: Case, seconds: list[float], results: dict) -> dict:
 
 def rates_of(run: RunConfig, seconds: float | None, results: dict) -> dict[str, float | None]:
     """The rates of a step of so many seconds, each None if it is not known."""
-    from megajax.estimate.flops import flops_per_step
+    from megajax.estimate.flops import causal_flops_per_step, flops_per_step
 
     flops = flops_per_step(run) / seconds / run.parallel.devices if seconds else None
+    mfu = flops / results["peak"]["flops"] if flops and results["peak"] else None
     of = lambda most: flops / most if flops and most else None  # noqa: E731
     return {
         "tokens_per_second": run.train.global_batch_size * run.model.sequence_length / seconds if seconds else None,
         "teraflops_per_device": flops / 1e12 if flops else None,
-        "mfu": of(results["peak"] and results["peak"]["flops"]),
+        "mfu": mfu,
+        "mfu_causal": mfu and mfu * causal_flops_per_step(run) / flops_per_step(run),
         "share_of_ceiling": of(results["ceilings"].get("matmul_flops")),
     }
 

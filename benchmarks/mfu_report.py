@@ -78,7 +78,9 @@ _HEAD = (
     f"{'':<26}{'d':>3}{'p':>3}{'t':>3}{'v':>3}{'b':>3}{'m':>4}  {'schedule':<18}{'recompute':<10}"
     f"{'ms a step':>10}{'tokens/s':>11}"
 )
-_GPU_HEAD = f"{'TFLOP/s':>10}{'MFU':>8}{'of ceiling':>12}"
+_GPU_HEAD = (
+    f"{'TFLOP/s':>10}{'MFU':>8}{'causal':>8}{'of ceiling':>12}"  # causal: MFU with that half of attention's scores
+)
 
 
 def _line(one: dict, on_gpu: bool, best: float) -> str:
@@ -97,7 +99,8 @@ def _line(one: dict, on_gpu: bool, best: float) -> str:
     line += f"{1e3 * one['seconds']:>10.1f}{one['tokens_per_second']:>11,.0f}"
     if not on_gpu:
         return line + f"{one['tokens_per_second'] / best:>13.2f}"
-    return line + f"{one['teraflops_per_device']:>10.1f}{one['mfu']:>8.1%}{one['share_of_ceiling']:>12.1%}"
+    mfu, causal = f"{one['mfu']:>8.1%}", f"{one['mfu_causal']:>8.1%}"
+    return f"{line}{one['teraflops_per_device']:>10.1f}{mfu}{causal}{one['share_of_ceiling']:>12.1%}"
 
 
 def plot(results: dict, path: pathlib.Path) -> None:

@@ -146,16 +146,12 @@ def _timed(step, state):
 
 
 def _row(run: RunConfig, implementation: str, rounds: list[float], device) -> dict[str, Any]:
-    from megajax.estimate.flops import flops_per_step
+    from megajax.estimate.flops import causal_flops_per_step, flops_per_step
     from megajax.estimate.gpus import published_peak
 
     seconds, flops = statistics.median(rounds), flops_per_step(run)
     peak = published_peak(device.device_kind, run.train.precision) if device.platform == "gpu" else None
     model = run.model
-    # Causal attention computes half of the scores that `flops_per_step` counts, as the papers do.
-    hidden = (
-        6 * model.layers * model.sequence_length**2 * model.heads * model.head_dimension * run.train.global_batch_size
-    )
     tokens = run.train.global_batch_size * model.sequence_length
     return {
         "label": f"{model.name}, {run.microbatches} microbatches of {run.parallel.microbatch_size}",
@@ -166,7 +162,7 @@ def _row(run: RunConfig, implementation: str, rounds: list[float], device) -> di
         "tokens_per_second": tokens / seconds,
         "teraflops": flops / seconds / 1e12,
         "mfu": peak and flops / seconds / peak,
-        "mfu_causal": peak and (flops - hidden) / seconds / peak,
+        "mfu_causal": peak and causal_flops_per_step(run) / seconds / peak,
         "peak_gigabytes": None,
         "predicted_peak_gigabytes": None,
         "by_class": None,

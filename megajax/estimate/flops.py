@@ -6,7 +6,7 @@ divided by time and peak they give MFU. *Hardware* FLOPs include it, and give HF
 
 Attention is counted in full: the half of the scores that the causal mask hides is included, as in the papers and in
 Megatron-LM, and so is what a sliding window hides. Fused causal attention computes neither: up to a third less for long
-sequences. Two MFUs are comparable only if they count attention in the same way.
+sequences. Two MFUs are comparable only if they count attention in the same way; `causal_flops_per_step` counts the other.
 """
 
 from megajax.config import RunConfig
@@ -38,6 +38,15 @@ def forward_flops(model: ModelCosts) -> dict[str, int]:
 def flops_per_step(run: RunConfig) -> int:
     """Model FLOPs of one optimizer step, over all devices."""
     return 3 * sum(forward_flops(model_costs(run.model)).values()) * run.train.global_batch_size
+
+
+def causal_flops_per_step(run: RunConfig) -> int:
+    """`flops_per_step` without the half of attention's scores that a causal mask hides, if there is one."""
+    model = model_costs(run.model)
+    causal = any(kind.attention and kind.attention.causal for _, kind in model.layers_of_kinds)
+    forward = forward_flops(model)
+    hidden = (forward["attention_scores"] + forward["attention_values"]) // 2 if causal else 0
+    return flops_per_step(run) - 3 * hidden * run.train.global_batch_size
 
 
 def hardware_flops_per_step(run: RunConfig) -> int:

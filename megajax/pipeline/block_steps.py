@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec
 
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
-from megajax.pipeline.jaxprs import with_fp32_gradients
+from megajax.pipeline.early_stash import stash_as_computed
+from megajax.pipeline.jaxprs import fp32_gradients
 from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.split_backward import Split, split_backward
-from megajax.pipeline.stash import empty_stash
+from megajax.pipeline.stash import SlotApart, TickStash, empty_stash
 from megajax.pipeline.uneven import StageBlocks
 from megajax.runtime.compat import vjp_residuals
 from megajax.sharding.zero import ZeroSharding
@@ -95,16 +96,18 @@ class BlockSteps:
 
         return step
 
-    def forward_step(self, work: ChunkWork) -> Callable:
-        """The forward, state (x, the stash's buffer, records); writes to the stash."""
+    def forward_step(self, work: ChunkWork, *, early: bool = False) -> Callable:
+        """The forward, state (x, the stash's buffer, records); writes to the stash, if `early` as soon as it can
+        (`early_stash.py`), but for ZeRO-3: XLA then gathers weights later.
+        """
+        early = early and not any(cut.axis is not None for cut in _cuts(self.cut))
 
         def step(slot, place, zero, state):
             x, buffer, records = state
-            y, vjp = self._vjp(place, self.blocks.number(work.stage, slot), x, work.microbatch)
+            number, stash = self.blocks.number(work.stage, slot), dataclasses.replace(work.stash, buffer=buffer)
+            y, buffer = self._stash(place, number, x, work.microbatch, stash, slot, early)
             y = self.blocks.select(work.stage, slot, y, x)
-            stash = dataclasses.replace(work.stash, buffer=buffer)
-            records = work.record(records, place, input=x, output=y)
-            return y, stash.write(slot, (saved_residuals(vjp, work.microbatch), x)), records
+            return y, buffer, work.record(records, place, input=x, output=y)
 
         return step
 
@@ -162,13 +165,7 @@ class BlockSteps:
 
     def _backward(self, backward: Callable, *arguments: Tree) -> tuple[Tree, Tree]:
         """`backward(*arguments) -> (gradients, others)`; with `in_place`, gradients that are matmuls are in fp32."""
-        if not self.in_place:
-            return backward(*arguments)
-        leaves, structure = jax.tree.flatten(arguments)
-        gradients, others = jax.eval_shape(backward, *arguments)
-        count, results = len(jax.tree.leaves(gradients)), jax.tree.structure((gradients, others))
-        flat = lambda *leaves: jax.tree.leaves(backward(*jax.tree.unflatten(structure, leaves)))  # noqa: E731
-        return jax.tree.unflatten(results, with_fp32_gradients(flat, count, *leaves))
+        return fp32_gradients(backward, *arguments) if self.in_place else backward(*arguments)
 
     def _split(self, template: VJPTemplate, residuals: Tree, weights: Tree, x: Tree) -> Split:
         """The block's backward as I and W. A gradient has the type of its primal, so `x` is the example of dy too."""
@@ -196,6 +193,22 @@ class BlockSteps:
     def _vjp(self, index, layer, x, microbatch):
         return jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), self._weights(index), x)
 
+    def _stash(self, place, layer, x: jax.Array, microbatch: Tree, stash, slot, early: bool) -> tuple[jax.Array, Tree]:
+        """(the block's output, the stash's buffer with what it saves)."""
+
+        def run(weights, x, microbatch, layer):
+            y, vjp = jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), weights, x)
+            return y, (saved_residuals(vjp, microbatch), x)
+
+        arguments, apart = (self._weights(place), x, microbatch, layer), isinstance(stash, SlotApart)
+        if not early or isinstance(stash, TickStash) or not apart and stash.on_host:
+            y, saved = run(*arguments)
+            return y, stash.write(slot, saved)
+        leaves, structure = jax.tree.flatten(arguments)
+        flat = lambda *leaves: run(*jax.tree.unflatten(structure, leaves))  # noqa: E731
+        y, buffer = stash_as_computed(flat, leaves, stash.own if apart else stash, slot)
+        return y, stash.replaced(buffer) if apart else buffer
+
     def _add_at(self, total: jax.Array, place, new: jax.Array) -> jax.Array:
         """`total[place] += new`. With `in_place` nothing may stand between a matmul and this addition."""
         if self.unrolled:
@@ -207,3 +220,7 @@ class BlockSteps:
 
     def _template(self, x, microbatch) -> VJPTemplate:
         return VJPTemplate.of(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch)
+
+
+def _cuts(tree: Tree) -> list[ZeroSharding]:
+    return jax.tree.leaves(tree, is_leaf=lambda one: isinstance(one, ZeroSharding))

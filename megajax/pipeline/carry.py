@@ -12,7 +12,7 @@ Tree = Any
 class Carry(NamedTuple):
     """The state of one rank between ticks. Shapes are those on one rank and replica."""
 
-    stash: Tree  # written by forwards, read by their backwards; [slots, blocks per chunk, ...]
+    stash: Tree  # written by forwards, read by their backwards; [slots, blocks per chunk, ...], or a tuple of them
     activations: Tree  # inbox of received activations, leaves [slots + 1, samples, ...]
     gradients: Tree  # inbox of received gradients, likewise
     pending: Tree  # gradient between the parts of a backward; in paired ticks, the one to send in the next tick

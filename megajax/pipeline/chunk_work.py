@@ -41,6 +41,10 @@ class ChunkWork:
     recorder: Recorder | None = None
     records: Tree = ()
 
+    def at_slot(self, slot: int) -> "ChunkWork":
+        """The same with a slot of the stash that is known when the program is compiled."""
+        return dataclasses.replace(self, stash=dataclasses.replace(self.stash, slot=slot))
+
     def record(self, records: Tree, block, **values: jax.Array) -> Tree:
         """`records` with the statistics of `values` of a local block."""
         return self.recorder.write(records, block, self.microbatch, values) if self.recorder else records

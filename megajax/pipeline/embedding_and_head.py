@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.pipeline.jaxprs import fp32_gradients
 from megajax.pipeline.layout import vary
 from megajax.pipeline.loops import choose, prevent_hoisting, run_one_of, which
 from megajax.pipeline.slots import TickRow
@@ -44,6 +45,7 @@ class EmbeddingAndHead:
       cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients; None without backwards.
       collect: see `executor.forward_function`; None with backwards.
       has_aux: see `ExecutorOptions`.
+      in_place: the head's matmul adds its weights' gradient where it is (`ExecutorOptions.in_place`).
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class EmbeddingAndHead:
         cotangents: jax.Array | None,
         collect: Callable | None,
         has_aux: bool = False,
+        in_place: bool = False,
     ):
         self.functions, self.shared, self.microbatch, self.constrain = functions, shared, microbatch, constrain
-        self.cotangents, self.collect, self.has_aux = cotangents, collect, has_aux
+        self.cotangents, self.collect, self.has_aux, self.in_place = cotangents, collect, has_aux, in_place
 
     def of_tick(
         self, segment: Segment, y: Tree, dx: Tree, row: TickRow, following: TickRow
@@ -99,11 +102,17 @@ class EmbeddingAndHead:
             return state._replace(output=_placed(state.output, result, index, last))
         cotangent = jnp.where(last, self.cotangents[index], 0)
         y, microbatch, cotangent = prevent_hoisting(zero, (*inputs, cotangent))
-        head_loss = lambda shared, y: self.functions.head_loss(shared, y, microbatch)  # noqa: E731
         losses, outputs = state.output if self.has_aux else (state.output, ())
-        loss, vjp, *aux = jax.vjp(head_loss, self.shared, y, has_aux=self.has_aux)
+
+        def backward(shared, y, microbatch, cotangent):
+            head_loss = lambda shared, y: self.functions.head_loss(shared, y, microbatch)  # noqa: E731
+            loss, vjp, *aux = jax.vjp(head_loss, shared, y, has_aux=self.has_aux)
+            shared, dy = vjp(cotangent.astype(loss.dtype))
+            return shared, (dy, loss, *aux)
+
+        arguments = self.shared, y, microbatch, cotangent
+        shared, (dy, loss, *aux) = fp32_gradients(backward, *arguments) if self.in_place else backward(*arguments)
         losses = losses.at[index].add(jnp.where(last, loss, 0))
-        shared, dy = vjp(cotangent.astype(loss.dtype))
         put = lambda inbox, new: lax.dynamic_update_index_in_dim(inbox, new, row.loss_gradient, 0)  # noqa: E731
         gradients = jax.tree.map(put, state.gradients, self.constrain(dy))
         return state._replace(

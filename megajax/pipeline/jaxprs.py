@@ -58,6 +58,15 @@ def with_fp32_gradients(function: Callable, count: int, *arguments: jax.Array) -
     return [read(values, var) for var in jaxpr.outvars]
 
 
+def fp32_gradients(backward: Callable, *arguments: Any) -> tuple[Any, Any]:
+    """`backward(*arguments) -> (gradients, others)`, pytrees, with `with_fp32_gradients` of the gradients."""
+    leaves, structure = jax.tree.flatten(arguments)
+    gradients, others = jax.eval_shape(backward, *arguments)
+    count, results = len(jax.tree.leaves(gradients)), jax.tree.structure((gradients, others))
+    flat = lambda *leaves: jax.tree.leaves(backward(*jax.tree.unflatten(structure, leaves)))  # noqa: E731
+    return jax.tree.unflatten(results, with_fp32_gradients(flat, count, *leaves))
+
+
 def _chain_to_matmul(jaxpr, makers: dict, uses: Counter, var) -> set[int]:
     """Indices of the equations from a matmul to `var`, if it is a view of one that nothing else reads; else empty."""
     chain: set[int] = set()

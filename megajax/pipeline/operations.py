@@ -18,7 +18,7 @@ from megajax.pipeline.options import ExecutorOptions
 from megajax.pipeline.records import Recorder
 from megajax.pipeline.slots import OperationRow, Tables, TickRow
 from megajax.pipeline.stage import Stack
-from megajax.pipeline.stash import StashRef, TickStash
+from megajax.pipeline.stash import SlotApart, StashRef, TickStash
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, WEIGHT, Segment
 from megajax.sharding.zero import ZeroSharding
 
@@ -45,6 +45,7 @@ class Operations:
         """Arguments as for `rank.Rank`; `collects`: forwards save nothing for backwards."""
         self.functions, self.table, self.schedule, self.options = functions, table, table.schedule, options
         self.constrain, self.collects = options.constrain, collects
+        self.slots_apart = options.merged and not options.offload and table.slots_apart and not collects
         specs = full_specs(options.specs.weights, params)["blocks"]
         self.batch, blocks = vary(batch), vary(params["blocks"])
         chunks, _, slots = jax.tree.leaves(blocks)[0].shape[:3]
@@ -72,9 +73,14 @@ class Operations:
         elif segment.overlaps:
             blocks, parts = self.stack.part_range(row.forward, row.forward.on), (1, OVERLAP_PARTS)
         work = self.work(row.forward, carry, blocks, parts)
+        if self.slots_apart:
+            work = work.at_slot(self.table.only_slot(self.table.rows.forward, segment))
         if self.collects:
             return carry, self.constrain(self.stack.forward(x, work))
-        y, stash, iterations, records = self.stack.forward_stashing(x, work, carry.iterations)
+        # Where ticks merge a block has collectives: of a sum that they compute XLA copies nothing, and a write that is early
+        # no longer overlaps them.
+        early = self.options.in_place and not self.options.merged
+        y, stash, iterations, records = self.stack.forward_stashing(x, work, carry.iterations, early=early)
         return carry._replace(stash=stash, iterations=iterations, records=records), self.constrain(y)
 
     def forward_and_backward(
@@ -86,8 +92,10 @@ class Operations:
         else:
             blocks, parts = self.stack.part_range(row.forward, overlapping(row)), (OVERLAP_PARTS,)
         works = self.work(row.forward, carry, blocks, parts), self.work(row.backward, carry, blocks, parts)
+        pairs = self.table.pairs(segment, "chunk")
+        slots = self.table.pairs(segment, "stash") if self.slots_apart else []
         y, dx, stash, totals, iterations, records = self.stack.forward_and_backward(
-            x, dy, works, carry.block_gradients, self.table.chunk_pairs(segment), carry.iterations
+            x, dy, works, carry.block_gradients, pairs, slots, carry.iterations
         )
         carry = carry._replace(stash=stash, block_gradients=totals, iterations=iterations, records=records)
         return carry, self.constrain(y), self.constrain(dx)
@@ -98,7 +106,10 @@ class Operations:
         if self.schedule.paired:
             blocks = self.block_range(operation, segment, carry.iterations)
             keep = on == 1 if self.options.compute_bubbles and not segment.full else None
-            return self.whole_backward(carry, dy, self.work(operation, carry, blocks), keep)
+            work = self.work(operation, carry, blocks)
+            if self.slots_apart:
+                work = work.at_slot(self.table.only_slot(self.table.rows.backward, segment))
+            return self.whole_backward(carry, dy, work, keep)
         both = overlapping(row) if segment.overlaps else jnp.zeros_like(on)
         if INPUT in ops:
             carry, dy = self.input_gradient(carry, dy, self.work(operation, carry, (0, self.per_chunk * (on & ~both))))
@@ -174,8 +185,16 @@ class Operations:
             carry.records,
         )
 
-    def stash(self, carry: Carry, operation: OperationRow) -> StashRef | TickStash:
+    def empty_stash(self, x: jax.Array, microbatch: Tree) -> Tree:
+        """The stash at the start; arguments as for `Stack.empty_stash`."""
+        if self.slots_apart:
+            return tuple(self.stack.empty_stash(1, x, microbatch) for _ in range(self.table.stash_slots))
+        return self.stack.empty_stash(self.table.stash_slots, x, microbatch, on_host=self.options.offload)
+
+    def stash(self, carry: Carry, operation: OperationRow) -> StashRef | SlotApart | TickStash:
         """Where an operation's forward saves, or has saved, what its backward reads."""
+        if self.slots_apart:
+            return SlotApart(carry.stash, operation.stash)
         if self.options.unrolled:
             return TickStash(carry.stash or ((),) * self.per_chunk)
         return StashRef(carry.stash, operation.stash, self.options.offload)

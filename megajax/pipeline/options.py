@@ -28,7 +28,8 @@ class ExecutorOptions:
       in_place: weights are read, and gradients accumulated, where they are; for GPUs with jax 0.12 (`stage.Stack`). Not with
         `compute_bubbles`: ranks that run different chunks would not participate in the same collective.
       merged: the forward and the backward of a tick run as one loop over blocks, in the ticks in which every rank has both
-        (`Stack.forward_and_backward`); backwards run one tick later than in the schedule. Needs `in_place`, and has no
+        (`Stack.forward_and_backward`); backwards run one tick later than in the schedule. With one stage the stash then has
+        an array for each of two slots, and matmuls write into it (`Tables.slots_apart`). Needs `in_place`, and has no
         effect on schedules of mixed ticks, where that loop runs the operations that overlap (`schedule.OVERLAP_PARTS`).
       unrolled: a tick's blocks are traced one after the other, without a loop, and what a forward saves is not copied to a
         stash. For schedules of which `stashes_nothing` holds; needs `in_place`.

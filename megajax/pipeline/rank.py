@@ -77,9 +77,7 @@ class Rank:
         if self.collect is None:
             stash = ()
             if not self.options.unrolled:
-                stash = vary(
-                    self.blocks.stack.empty_stash(self.table.stash_slots, x, first, on_host=self.options.offload)
-                )
+                stash = vary(self.blocks.empty_stash(x, first))
             kept = vary(self.blocks.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
             totals = vary((self.blocks.stack.empty_gradients(), fp32_zeros(self.shared)))
             output = vary(self._empty_output(x, first))
@@ -123,6 +121,7 @@ class Rank:
         self.ends = EmbeddingAndHead(
             *(self.functions, self.shared, self.blocks.microbatch, self.constrain, cotangents, self.collect),
             has_aux=self.options.has_aux,
+            in_place=self.options.in_place,
         )
         columns, names = jax.tree.flatten(rows)
         table = jnp.stack(columns, axis=1)  # one array, so that a tick reads its row in one kernel

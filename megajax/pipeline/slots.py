@@ -117,13 +117,23 @@ class Tables:
         alone = (self.rows.backward.on == 1) & (self.rows.forward.on == 0)
         return np.unique(self.rows.backward.parts[alone]).tolist()
 
-    def chunk_pairs(self, segment: Segment) -> list[tuple[int, int]]:
-        """The (forward's chunk, backward's chunk) that ranks have in the same tick of a segment."""
-        ticks = slice(segment.start, segment.stop)
-        forward, backward = self.rows.forward, self.rows.backward
-        both = (forward.on & backward.on)[ticks] == 1
-        chunks = (row.chunk[ticks][both].tolist() for row in (forward, backward))
-        return sorted(set(zip(*chunks, strict=True)))
+    def pairs(self, segment: Segment, column: str) -> list[tuple[int, int]]:
+        """The (forward's, backward's) "chunk", or slot of the "stash", that ranks have in the same tick of a segment."""
+        rows, ticks = (self.rows.forward, self.rows.backward), slice(segment.start, segment.stop)
+        both = (rows[0].on & rows[1].on)[ticks] == 1
+        return sorted(set(zip(*(getattr(row, column)[ticks][both].tolist() for row in rows), strict=True)))
+
+    @property
+    def slots_apart(self) -> bool:
+        """Whether the stash can be an array for each slot: XLA then knows which of them a tick writes, and which it reads.
+
+        With one stage ticks alternate between two slots, which its first and its last tick have alone.
+        """
+        return self.rows is not None and self.schedule.stages == 1 and self.stash_slots == 2
+
+    def only_slot(self, row: OperationRow, segment: Segment) -> int:
+        """With `slots_apart`, the slot of a segment's forward or backward without the other."""
+        return np.unique(row.stash[segment.start : segment.stop]).item()
 
     def end_combinations(self, segment: Segment) -> Counter:
         """Which of a tick's head, embedding's backward and next tick's embedding a merged or mixed segment has together.

@@ -23,6 +23,7 @@ layer sparse where n divides the layers of a stage, there is a branch for each c
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,16 +118,19 @@ class Stack(ChunkParts):
         one = lambda index, state: steps[ONE](index, work.chunk * self.per_chunk + index, 0, state)  # noqa: E731
         return lax.fori_loop(*(work.blocks or (0, self.per_chunk)), one, (x,))[0]
 
-    def forward_stashing(self, x: Tree, work: ChunkWork, iterations=0) -> tuple[Tree, Tree, jax.Array, Tree]:
+    def forward_stashing(
+        self, x: Tree, work: ChunkWork, iterations=0, *, early: bool = False
+    ) -> tuple[Tree, Tree, jax.Array, Tree]:
         """As `forward`, and writes each block's residuals and input to `work.stash`.
 
         Args:
           iterations: here and below, the iteration count of earlier loops; see `loops.counted_loop`.
+          early: each value is written as soon as it can be (`early_stash.py`).
 
         Returns:
           (y, the stash's buffer, the iteration count, the records).
         """
-        steps = self._steps(work, BlockSteps.forward_step, 1)
+        steps = self._steps(work, lambda own, work: own.forward_step(work, early=early), 1)
         state = (x, work.stash.buffer, work.records)
         iterations, (y, buffer, records) = self._run_blocks(iterations, work, steps, state)
         return y, buffer, iterations, records
@@ -163,6 +167,7 @@ class Stack(ChunkParts):
         works: tuple[ChunkWork, ChunkWork],
         gradients: Tree,
         pairs: Sequence,
+        slots: Sequence,
         iterations,
     ) -> tuple[Tree, Tree, Tree, Tree, jax.Array, Tree]:
         """`forward_stashing` and `backward`, which do not depend on each other, in one loop: a block of each an iteration.
@@ -176,6 +181,7 @@ class Stack(ChunkParts):
           works: of the forward and of the backward; they share a stash, and records. Both have blocks, as many, or neither.
           gradients: as for `backward`.
           pairs: the (forward's chunk, backward's chunk) that occur, Python ints.
+          slots: the (forward's slot, backward's slot) that occur, if the stash is a `SlotApart`; else empty.
 
         Returns:
           (y, dx, the stash's buffer, the accumulators, the iteration count, the records).
@@ -189,19 +195,21 @@ class Stack(ChunkParts):
                 ahead = dataclasses.replace(works[0], records=records)
                 y, buffer, iterations, records = self.forward_stashing(x, ahead, iterations)
             return y, dx, buffer, gradients, iterations, records
-        write, read = self.kinds[ONE].forward_step(works[0]), self.kinds[ONE].backward_step(dy, works[1])
 
-        def both(starts, low, high, zero, state):
+        def both(starts, slots, low, high, zero, state):
+            ahead, back = (work.at_slot(slot) for work, slot in zip(works, slots, strict=True)) if slots else works
+            write = self.kinds[ONE].forward_step(ahead, early=bool(slots))
+            read = self.kinds[ONE].backward_step(dy, back)
             first, last = starts[0] * self.per_chunk, (starts[1] + 1) * self.per_chunk - 1
 
             def one(count, state):
                 x, dy, buffer, gradients, records = state
                 with jax.named_scope(BACKWARD):
-                    back = self.per_chunk - 1 - count
-                    dy, gradients, records = read(back, last - count, zero, (dy, buffer, gradients, records))
+                    block = self.per_chunk - 1 - count
+                    dy, gradients, records = read(block, last - count, zero, (dy, buffer, gradients, records))
                 # The forward writes after the backward's reads: in the other order XLA copies the whole stash. Its
                 # scheduler has no reason to choose either (seen with jax 0.12 and profile-guided latencies).
-                dy, buffer = lax.optimization_barrier((dy, buffer))
+                dy, buffer = (dy, buffer) if slots else lax.optimization_barrier((dy, buffer))
                 with jax.named_scope(FORWARD):
                     x, buffer, records = write(count, first + count, zero, (x, buffer, records))
                 return x, dy, buffer, gradients, records
@@ -209,16 +217,20 @@ class Stack(ChunkParts):
             return lax.fori_loop(low, high, one, state)
 
         state, (low, high) = (x, dy, works[0].stash.buffer, gradients, works[0].records), works[0].blocks
-        choices = [(pair, *bounds) for pair in pairs for bounds in self.ranges(works[0].parts)]
+        bounds = self.ranges(works[0].parts)
+        choices = [(*one, *part) for one in itertools.product(pairs, slots or [()]) for part in bounds]
         always = isinstance(high, int)
         if always and len(choices) == 1:
             iterations, state = iterations + self.per_chunk, both(*choices[0], 0, state)
         else:
-            forward, backward = (work.chunk for work in works)
-            index = which(
-                (forward == pair[0]) & (backward == pair[1]) & (low == start) & (high == stop)
-                for pair, start, stop in choices
-            )
+
+            def holds(chunks, slots, start, stop):
+                same = (works[0].chunk == chunks[0]) & (works[1].chunk == chunks[1]) & (low == start) & (high == stop)
+                if not slots:
+                    return same
+                return same & (works[0].stash.slot == slots[0]) & (works[1].stash.slot == slots[1])
+
+            index = which(holds(*choice) for choice in choices)
             branches = [functools.partial(both, *choice) for choice in choices]
             with jax.named_scope(MERGED):
                 iterations, state = run_one_of(iterations, index, branches, state, always=always)

@@ -69,22 +69,56 @@ class StashRef:
     slot: Any
     on_host: bool = False
 
+    @property
+    def fixed(self) -> bool:
+        """Whether the slot is known when the program is compiled, as the only one."""
+        return jax.tree.leaves(self.buffer)[0].shape[0] == 1
+
     def write(self, block, values: Tree) -> Tree:
         """The buffer with one block's values [...] in this slot; XLA updates it in place."""
+        return jax.tree.map(lambda whole, new: self.write_array(whole, block, new), self.buffer, values)
 
-        def write(whole, new):
-            new = new[None, None] if not self.on_host else jax.device_put(new[None, None], HOST)
-            return lax.dynamic_update_slice(whole, new, (self.slot, block, *[0] * (new.ndim - 2)))
-
-        return jax.tree.map(write, self.buffer, values)
+    def write_array(self, whole: jax.Array, block, new: jax.Array) -> jax.Array:
+        """As `write`, for one array of the buffer."""
+        new = new[None, None] if not self.on_host else jax.device_put(new[None, None], HOST)
+        return lax.dynamic_update_slice(whole, new, (self.slot, block, *[0] * (new.ndim - 2)))
 
     def read(self, block, zero=0) -> Tree:
         """One block's values [...], in device memory; `zero` as in `loops.counted_loop`."""
-        slot = self.slot + zero
+        return jax.tree.map(lambda whole: self.read_array(whole, block, zero), self.buffer)
 
-        def read(whole):
-            start = (slot, block, *[0] * (whole.ndim - 2))
-            value = lax.dynamic_slice(whole, start, (1, 1, *whole.shape[2:]))
-            return (jax.device_put(value, DEVICE) if self.on_host else value)[0, 0]
+    def read_array(self, whole: jax.Array, block, zero=0) -> jax.Array:
+        """As `read`, for one array of the buffer."""
+        start = (self.slot + zero, block, *[0] * (whole.ndim - 2))
+        value = lax.dynamic_slice(whole, start, (1, 1, *whole.shape[2:]))
+        return (jax.device_put(value, DEVICE) if self.on_host else value)[0, 0]
 
-        return jax.tree.map(read, self.buffer)
+
+@dataclasses.dataclass(frozen=True)
+class SlotApart:
+    """One slot of a stash of which each slot is a buffer of its own. It has the methods of StashRef.
+
+    Attributes:
+      buffer: a tuple with the buffer of each slot, pytrees of [1, blocks per chunk, ...].
+      slot: int; or an int32 scalar, of which `ChunkWork.at_slot` makes an int.
+    """
+
+    buffer: tuple[Tree, ...]
+    slot: Any
+
+    @property
+    def own(self) -> StashRef:
+        """The slot's buffer."""
+        return StashRef(self.buffer[self.slot], 0)
+
+    def replaced(self, own: Tree) -> tuple[Tree, ...]:
+        """`buffer` with another buffer of this slot."""
+        return (*self.buffer[: self.slot], own, *self.buffer[self.slot + 1 :])
+
+    def write(self, block, values: Tree) -> tuple[Tree, ...]:
+        """`buffer` with one block's values [...] in this slot."""
+        return self.replaced(self.own.write(block, values))
+
+    def read(self, block, zero=0) -> Tree:
+        """One block's values [...]; `zero` as in `loops.counted_loop`."""
+        return self.own.read(block, zero)

@@ -71,10 +71,12 @@ def test_rates_of_a_row_by_hand():
     flops = 72 * 16 * 4 * 8 * 16**2 * (1 + 8 / (6 * 16) + 32 / (12 * 16 * 4))
     assert row["teraflops_per_device"] == pytest.approx(flops / 2.0 / 8 / 1e12)
     assert row["mfu"] == pytest.approx(flops / 2.0 / 8 / 1e12)
+    causal = 72 * 16 * 4 * 8 * 16**2 * (1 + 8 / (12 * 16) + 32 / (12 * 16 * 4))  # half of the scores
+    assert row["mfu_causal"] == pytest.approx(causal / 2.0 / 8 / 1e12)
     assert row["share_of_ceiling"] == pytest.approx(2 * row["mfu"])
     results["device"]["platform"], results["peak"], results["ceilings"] = "cpu", None, {}
     row = mfu.row(mfu_cases.Case("sweep", "label", run), [3.0, 1.0, 2.0], results)
-    assert row["seconds"] == 1.0 and row["mfu"] is None and row["share_of_ceiling"] is None
+    assert row["seconds"] == 1.0 and row["mfu"] is row["mfu_causal"] is row["share_of_ceiling"] is None
     assert mfu.row(mfu_cases.Case("sweep", "label", run), [], results)["tokens_per_second"] is None
 
 

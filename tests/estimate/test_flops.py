@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 
 from benchmarks.published.rows import equation_3_flops
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.estimate.flops import flops_per_step, forward_flops, hardware_flops_per_step
+from megajax.estimate.flops import (
+    causal_flops_per_step,
+    flops_per_step,
+    forward_flops,
+    hardware_flops_per_step,
+)
 from megajax.models.costs import ModelCosts
 from megajax.models.transformer_costs import transformer_costs
 
@@ -130,6 +135,16 @@ def test_matmuls_of_llama_are_six_times_its_weights_and_attention():
 def test_a_step_is_its_tokens():
     run = RunConfig(preset("tiny"), ParallelConfig(data=2), TrainConfig(global_batch_size=6))
     assert flops_per_step(run) == 6 * run.model.sequence_length * flops_per_token(transformer_costs(run.model))
+
+
+def test_the_causal_half_of_attention():
+    """A mask that hides half of the scores; BERT's hides none."""
+    run = RunConfig(preset("llama2-7b"), ParallelConfig(), TrainConfig(global_batch_size=2))
+    attention = 12 * run.model.layers * run.model.hidden * run.model.sequence_length**2 * 2
+    assert flops_per_step(run) - causal_flops_per_step(run) == attention // 2
+    assert f"{0.627 * causal_flops_per_step(run) / flops_per_step(run):.1%}" == "58.3%"
+    bert = RunConfig(preset("bert-336m"), ParallelConfig(), TrainConfig())
+    assert causal_flops_per_step(bert) == flops_per_step(bert)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""A block's forward that writes what it saves to the stash as soon as it is computed, not at the block's end.
+
+XLA's GPU compiler updates arrays in place only after the last reader, and a matmul's result can be where the matmul writes
+it. So two things depend on the order:
+
+* x + y w is one matmul whose result has x's memory, if nothing reads x afterwards. A write of x to the stash that may come
+  after it makes XLA copy x. An `optimization_barrier` puts the write before.
+* A matmul writes its result into the stash itself if nothing else reads the result, and if the slice's place is known when
+  the program is compiled, except for the loop's counter (jax 0.12). What computes with the result reads it from the stash.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax import lax
+
+from megajax.pipeline.jaxprs import VIEWS, bind, inlined_jaxpr, read
+from megajax.pipeline.stash import StashRef
+from megajax.runtime.compat import Literal
+
+__all__ = ["stash_as_computed"]
+
+# What leaves a value as it is: `jax.checkpoint` rounds what it saves to the type that it has.
+SAME = ("name", "sharding_constraint", "reduce_precision")
+
+
+def stash_as_computed(
+    function: Callable, arguments: Sequence[jax.Array], stash: StashRef, block
+) -> tuple[jax.Array, object]:
+    """Evaluates `function(*arguments) -> (result, values to save)` and writes the values to one block's part of the stash.
+
+    Args:
+      function: traceable; the values are a pytree like the stash's buffer.
+      arguments: arrays.
+      stash: in device memory.
+      block: its number in the chunk.
+
+    Returns:
+      (the result, the stash's buffer).
+    """
+    closed = inlined_jaxpr(lambda *leaves: jax.tree.leaves(function(*leaves)), *arguments)
+    jaxpr, (buffers, structure) = closed.jaxpr, jax.tree.flatten(stash.buffer)
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    result, *saved = jaxpr.outvars
+    unwritten = dict(enumerate(saved))
+
+    def write(known: Callable) -> None:
+        for place in [place for place, var in unwritten.items() if known(var)]:
+            var = unwritten.pop(place)
+            whole = stash.write_array(buffers[place], block, read(values, var))
+            names = _names(makers, var)
+            value = read(values, var)
+            if stash.fixed and names and _is_matmul(makers, names[-1]):
+                value = stash.read_array(lax.optimization_barrier(whole), block)
+            elif not stash.fixed or var in jaxpr.invars:
+                value, whole = lax.optimization_barrier((value, whole))
+            buffers[place] = whole
+            values.update(dict.fromkeys(names, value))
+
+    write(lambda var: isinstance(var, Literal) or var in values)
+    for eqn in jaxpr.eqns:
+        bind(eqn, values)
+        write(lambda var: var in eqn.outvars)  # noqa: B023
+    return read(values, result), jax.tree.unflatten(structure, buffers)
+
+
+def _names(makers: dict, var) -> list:
+    """The variables that have the value of `var`, back to the one that was computed first; none of a literal."""
+    names = []
+    while not isinstance(var, Literal):
+        names.append(var)
+        eqn = makers.get(var)
+        if eqn is None or eqn.primitive.name not in SAME:
+            break
+        var = eqn.invars[0]
+    return names
+
+
+def _is_matmul(makers: dict, var) -> bool:
+    """Whether a variable is the result of a matmul, or a view of it."""
+    while (eqn := makers.get(var)) is not None and eqn.primitive.name in (*VIEWS, *SAME):
+        var = eqn.invars[0]
+        if isinstance(var, Literal):
+            return False
+    return eqn is not None and eqn.primitive.name == "dot_general"

@@ -1,0 +1,53 @@
+"""megajax/pipeline/early_stash.py: the stash is as written at the end of a block; the matmul's result is read from it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.pipeline.early_stash import stash_as_computed
+from megajax.pipeline.stash import SlotApart, StashRef, empty_stash
+
+
+def block(x, w):
+    """(result, (what a backward needs)): the result of a matmul, a constant, an activation, the input twice."""
+    up = checkpoint_name(x @ w, "up")
+    active = jnp.tanh(up)
+    return x + active @ w.T, ([up, jnp.float32(2.0), active], {"x": x, "again": x})
+
+
+def arguments():
+    draw = np.random.default_rng(0)
+    return jnp.asarray(draw.normal(size=(3, 4)), jnp.float32), jnp.asarray(draw.normal(size=(4, 5)), jnp.float32)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_stash_is_that_of_a_write_at_the_end(slots):
+    result, saved = block(*arguments())
+    stash = StashRef(empty_stash(slots, 2, saved), jnp.int32(slots - 1))
+    y, buffer = jax.jit(lambda *args: stash_as_computed(block, args, stash, jnp.int32(1)))(*arguments())
+    np.testing.assert_allclose(y, result, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), buffer, stash.write(1, saved))
+
+
+@pytest.mark.parametrize(("slots", "reads"), [(1, 1), (2, 0)])
+def test_a_matmuls_result_is_read_from_a_slot_that_is_known(slots, reads):
+    """`up` alone: XLA writes a matmul into the stash if nothing else reads its result. Other values wait for their write."""
+    stash = StashRef(empty_stash(slots, 2, block(*arguments())[1]), jnp.int32(0))
+    jaxpr = jax.make_jaxpr(lambda *args: stash_as_computed(block, args, stash, jnp.int32(1)))(*arguments()).jaxpr
+    names = [eqn.primitive.name for eqn in jaxpr.eqns]
+    assert names.count("dynamic_slice") == reads
+    assert names.count("dynamic_update_slice") == 5
+    first = names.index("dot_general")  # x, which the result's sum reads, is written before
+    assert names.index("dynamic_update_slice") < names.index("optimization_barrier") < first
+    assert names[first:].index("dynamic_update_slice") < names[first:].index("tanh")
+
+
+def test_slots_that_are_buffers_of_their_own():
+    values = [jnp.arange(3.0), jnp.ones((2, 2))]
+    stash = SlotApart(tuple(empty_stash(1, 2, values) for _ in range(2)), 1)
+    first, second = stash.write(1, values)
+    assert not any(a.any() for a in jax.tree.leaves(first))
+    jax.tree.map(np.testing.assert_array_equal, SlotApart((first, second), 1).read(1), values)
+    jax.tree.map(lambda a: np.testing.assert_array_equal(a[0, 0], 0), second)
