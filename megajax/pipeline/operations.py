@@ -79,7 +79,7 @@ class Operations:
             return carry, self.constrain(self.stack.forward(x, work))
         # Where ticks merge a block has collectives: of a sum that they compute XLA copies nothing, and a write that is early
         # no longer overlaps them.
-        early = self.options.in_place and not self.options.merged
+        early = self.options.in_place and (self.slots_apart or not self.options.merged)
         y, stash, iterations, records = self.stack.forward_stashing(x, work, carry.iterations, early=early)
         return carry._replace(stash=stash, iterations=iterations, records=records), self.constrain(y)
 
