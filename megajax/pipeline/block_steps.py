@@ -193,7 +193,7 @@ class BlockSteps:
     def _vjp(self, index, layer, x, microbatch):
         return jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), self._weights(index), x)
 
-    def _stash(self, place, layer, x: jax.Array, microbatch: Tree, stash, slot, early: bool) -> tuple[jax.Array, Tree]:
+    def _stash(self, place, layer, x: Tree, microbatch: Tree, stash, slot, early: bool) -> tuple[Tree, Tree]:
         """(the block's output, the stash's buffer with what it saves)."""
 
         def run(weights, x, microbatch, layer):

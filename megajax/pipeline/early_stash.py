@@ -10,6 +10,7 @@ it. So two things depend on the order:
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -20,17 +21,17 @@ from megajax.runtime.compat import Literal
 
 __all__ = ["stash_as_computed"]
 
+Tree = Any
+
 # What leaves a value as it is: `jax.checkpoint` rounds what it saves to the type that it has.
 SAME = ("name", "sharding_constraint", "reduce_precision")
 
 
-def stash_as_computed(
-    function: Callable, arguments: Sequence[jax.Array], stash: StashRef, block
-) -> tuple[jax.Array, object]:
+def stash_as_computed(function: Callable, arguments: Sequence[jax.Array], stash: StashRef, block) -> tuple[Tree, Tree]:
     """Evaluates `function(*arguments) -> (result, values to save)` and writes the values to one block's part of the stash.
 
     Args:
-      function: traceable; the values are a pytree like the stash's buffer.
+      function: traceable; the result is a pytree, and the values are one like the stash's buffer.
       arguments: arrays.
       stash: in device memory.
       block: its number in the chunk.
@@ -38,11 +39,12 @@ def stash_as_computed(
     Returns:
       (the result, the stash's buffer).
     """
+    of_result = jax.tree.structure(jax.eval_shape(function, *arguments)[0])
     closed = inlined_jaxpr(lambda *leaves: jax.tree.leaves(function(*leaves)), *arguments)
     jaxpr, (buffers, structure) = closed.jaxpr, jax.tree.flatten(stash.buffer)
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
-    result, *saved = jaxpr.outvars
+    results, saved = jaxpr.outvars[: of_result.num_leaves], jaxpr.outvars[of_result.num_leaves :]
     unwritten = dict(enumerate(saved))
 
     def write(known: Callable) -> None:
@@ -62,7 +64,7 @@ def stash_as_computed(
     for eqn in jaxpr.eqns:
         bind(eqn, values)
         write(lambda var: var in eqn.outvars)  # noqa: B023
-    return read(values, result), jax.tree.unflatten(structure, buffers)
+    return of_result.unflatten(read(values, var) for var in results), jax.tree.unflatten(structure, buffers)
 
 
 def _names(makers: dict, var) -> list:

@@ -185,7 +185,7 @@ class Operations:
             carry.records,
         )
 
-    def empty_stash(self, x: jax.Array, microbatch: Tree) -> Tree:
+    def empty_stash(self, x: Tree, microbatch: Tree) -> Tree:
         """The stash at the start; arguments as for `Stack.empty_stash`."""
         if self.slots_apart:
             return tuple(self.stack.empty_stash(1, x, microbatch) for _ in range(self.table.stash_slots))
