@@ -100,7 +100,7 @@ def _attention_rates(programs: Programs, label: str, call: Callable, shape, wind
     both = programs.seconds(f"{label}, both", call, *arrays, least=SECONDS)
     if forward is None or both is None:
         return [None, None]
-    return [flops / forward, 2.5 * flops / max(both - forward, 1e-9)]
+    return [flops / forward, 2.5 * flops / (both - forward) if both > forward else None]  # noise of small sizes
 
 
 def grouped(tiny: bool) -> dict[str, Any]:
