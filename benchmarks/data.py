@@ -1,4 +1,4 @@
-"""Throughput of data: preprocessing, the sample index and loading, compared with the tokenizer alone and megatron-core.
+"""Throughput of data: preprocessing, the sample index, loading and streams, compared with the tokenizer and megatron-core.
 
 python -m benchmarks.data                                     all parts; writes benchmarks/results/data.json
 python -m benchmarks.data --only index --documents 1 10       some parts

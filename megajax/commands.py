@@ -82,7 +82,7 @@ BENCHMARKS = {  # of `megajax bench NAME`
     "attention": Command("benchmarks.attention", "times of the attention kernels on the first device"),
     "checkpoints": Command("benchmarks.checkpoints", "seconds that a checkpoint takes, and for which training waits"),
     "communication": Command("benchmarks.communication", "bytes that a compiled step sends, against the formulas"),
-    "data": Command("benchmarks.data", "throughput of preprocessing, the sample index and loading"),
+    "data": Command("benchmarks.data", "throughput of preprocessing, the sample index, loading and streams"),
     "generation": Command("benchmarks.generation", "tokens per second of generation on several meshes"),
     "gpu-day": Command(
         "benchmarks.gpu_day", "correctness and speed on the GPUs of this machine, with a page of results"

@@ -196,7 +196,8 @@ class _Report:
     def why_nothing(self, paths: Sequence[str], keys: Sequence[str]) -> str:
         """The message of a run without a token: of its first bad line, if there is one."""
         if not self.held:
-            return f"{', '.join(paths)}: there is no document with text in it."
+            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+            return f"{', '.join(paths[:3])}{more}: there is no document with text in it."
         first = self.held[0]
         remedy = f"pass --keys {first.keys[0]}" if first.keys and len(keys) == 1 else "correct it"
         return f"there is no document in {counted(self.bad, 'line')}: {first}; {remedy}."

@@ -76,7 +76,7 @@ def check_options(kinds: Mapping[str, str], wanted: Wanted) -> None:
     """
     plain = [path for path, kind in kinds.items() if kind not in ("jsonl", *ROWS)]
     if plain and len(wanted.keys) > 1:
-        raise ConfigError(f"--keys {' '.join(wanted.keys)}: {plain[0]} is plain text and has no keys")
+        raise ConfigError(f"--keys {' '.join(wanted.keys)}: {plain[0]} is not a .jsonl file and has no keys")
     if len(set(wanted.keys)) < len(wanted.keys):
         raise ConfigError(f"--keys {' '.join(wanted.keys)}: a key is named twice; name each once")
     for name, value, having in (("split", wanted.split, ("saved", "hub")), ("subset", wanted.subset, ("hub",))):
