@@ -7,7 +7,8 @@ For causal attention, for samples of several documents, and for a sliding window
 backward, in milliseconds, and the TFLOP/s of the scores that are not hidden (two matmuls forward, five backward). The
 differences are of the output and of the gradients, relative to their largest element, for at most 2,048 tokens.
 
-On a device that is not an NVIDIA GPU, Pallas's kernel runs in its interpreter, and its times mean nothing.
+On a device that is not an NVIDIA GPU, "tokamax" is XLA's forward and Pallas's backward in its interpreter, and times mean
+nothing.
 """
 
 import functools
@@ -19,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.config.options import Parser
-from megajax.ops.attention import INTERPRETED, PALLAS, XLA, Kernel, cudnn_kernel, with_window
+from megajax.ops.attention import INTERPRETED, XLA, Kernel, cudnn_kernel, tokamax_kernel, with_window
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.plan.measure import mean_seconds
+from megajax.runtime.compat import tokamax_installed
 from megajax.schedules.arguments import number, whole
 from megajax.schedules.errors import command
 
@@ -58,7 +60,9 @@ def main(arguments: Sequence[str] | None) -> None:
 def _kernels(mask: str, window: int, gpu: bool) -> dict[str, Kernel]:
     """The kernels of this device that have the mask, by the value of --attention."""
     size = window if mask == "window" else None
-    kernels = {"pallas": with_window(PALLAS if gpu else INTERPRETED, size)}
+    kernels = {}
+    if tokamax_installed() or not gpu:
+        kernels["tokamax"] = with_window(tokamax_kernel(jax.devices()[0]) if gpu else INTERPRETED, size)
     if gpu and cudnn_installed() and mask != "documents":
         kernels["cudnn"] = cudnn_kernel(size)
     return kernels

@@ -64,9 +64,9 @@ def _losses(gpus: int, tiny: bool) -> Iterator[Case]:
     one = "--data 1 --pipe 1 --tensor 1"
     yield _loss_case("gpt fp32", "gpt3", "fp32", one, exact=True)
     yield _loss_case("gpt tf32, the default of JAX for fp32", "gpt3", "fp32", one, limit="tf32")
-    for precision, attention in itertools.product(("bf16", "fp16"), ("xla", "pallas", "cudnn")):
+    for precision, attention in itertools.product(("bf16", "fp16"), ("xla", "tokamax", "cudnn")):
         options = f"{one} --attention {attention}"
-        yield _loss_case(f"gpt {precision} {attention}", "gpt3", precision, options, may_lack=attention == "cudnn")
+        yield _loss_case(f"gpt {precision} {attention}", "gpt3", precision, options, may_lack=attention != "xla")
     if not tiny:
         for options in SAME_LOSSES:
             yield _loss_case(f"gpt fp32 {options}", "gpt3", "fp32", f"{one} {options}", exact=True)
@@ -126,7 +126,7 @@ def _programs() -> Iterator[Case]:
 
 def _kernels(tiny: bool) -> Iterator[Case]:
     """Each kernel against numpy in fp64."""
-    kinds = {"attention": ("attention", "cudnn", "pallas", "xla"), "grouped": ("grouped matmul", "pallas", "xla")}
+    kinds = {"attention": ("attention", "cudnn", "tokamax", "xla"), "grouped": ("grouped matmul", "pallas", "xla")}
     for function, (title, *names) in kinds.items():
         for name in names:
             arguments = {"name": name, "tiny": tiny}

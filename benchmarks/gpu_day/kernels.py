@@ -31,18 +31,21 @@ def attention(name: str, tiny: bool) -> dict:
     import jax.numpy as jnp
 
     device = start()
-    from megajax.ops.attention import CUDNN, INTERPRETED, PALLAS, XLA
+    from megajax.ops.attention import CUDNN, INTERPRETED, XLA, tokamax_kernel
     from megajax.ops.attention_choice import cudnn_installed
+    from megajax.runtime.compat import tokamax_installed
 
     on_gpu = device.platform == "gpu"
     if name == "cudnn" and not (on_gpu and cudnn_installed()):
         raise NotAvailable("cuDNN is not installed" if on_gpu else "cuDNN's kernels need an NVIDIA GPU")
-    kernel = {"cudnn": CUDNN, "pallas": PALLAS if on_gpu else INTERPRETED, "xla": XLA}[name]
+    if name == "tokamax" and on_gpu and not tokamax_installed():
+        raise NotAvailable("tokamax is not installed")
+    kernel = {"cudnn": CUDNN, "tokamax": tokamax_kernel(device) if on_gpu else INTERPRETED, "xla": XLA}[name]
     length = TINY_LENGTH if tiny else LENGTH
     rows = []
     for dtype, shape in itertools.product((jnp.bfloat16, jnp.float16, jnp.float32), SHAPES[::3] if tiny else SHAPES):
         size, groups, causal, mask = shape
-        if on_gpu and name == "pallas" and dtype == jnp.float32:
+        if on_gpu and name == "tokamax" and dtype == jnp.float32:
             continue  # fused attention runs in 16 bits only
         if name == "cudnn" and (dtype == jnp.float32 or mask):
             continue

@@ -46,7 +46,7 @@ def attention(tiny: bool) -> dict[str, Any]:
     import jax.numpy as jnp
 
     device = start()
-    from megajax.ops.attention import CUDNN, INTERPRETED, PALLAS, cudnn_kernel, with_window
+    from megajax.ops.attention import CUDNN, INTERPRETED, cudnn_kernel, tokamax_kernel, with_window
 
     on_gpu = device.platform == "gpu"
     shapes = TINY_ATTENTIONS if tiny else ATTENTIONS
@@ -56,9 +56,11 @@ def attention(tiny: bool) -> dict[str, Any]:
         for window in (None, WINDOW):
             if window and (tiny or shape[1] <= window):
                 continue
-            calls = {"pallas": _of_kernel(with_window(PALLAS if on_gpu else INTERPRETED, window))}
+            calls = {} if on_gpu else {"tokamax": _of_kernel(with_window(INTERPRETED, window))}
             calls |= {"cudnn": _of_kernel(cudnn_kernel(window) if window else CUDNN)} if on_gpu else {}
-            calls |= {"tokamax": _of_tokamax(window)} if on_gpu and importlib.util.find_spec("tokamax") else {}
+            if on_gpu and importlib.util.find_spec("tokamax"):
+                calls["tokamax"] = _of_kernel(with_window(tokamax_kernel(device), window))
+                calls["tokamax, its own backward"] = _of_tokamax(window)
             values = {name: _attention_rates(call, shape, window, jnp.bfloat16) for name, call in calls.items()}
             values |= {} if window else {"PyTorch": peer or [None, None]}
             text = "{} x {} tokens, {} heads, {} of keys, of {}".format(*shape) + (
