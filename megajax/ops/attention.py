@@ -282,7 +282,7 @@ def tokamax_kernel(device: jax.Device) -> Kernel:
 
     def backward(query, key, value, output, statistics, gradient, causal, first=None):
         arrays = (query, key, value, output, statistics, gradient)
-        if first is None and has_backward(device):
+        if first is None and has_backward(device, query.shape[-1]):
             return attention_backward(device, *arrays, causal)
         return flash_backward(*arrays, causal, first)
 

@@ -42,9 +42,9 @@ def generation(device: jax.Device) -> int | None:
     return int(float(capability)) if known and float(capability) >= 8 else None
 
 
-def has_backward(device: jax.Device) -> bool:
-    """Whether `attention_backward` runs on this device."""
-    return device.platform == "cpu" or generation(device) in (9, 10)
+def has_backward(device: jax.Device, head_size: int) -> bool:
+    """Whether `attention_backward` runs on this device; on B200s heads of 256 do not fit in its shared memory."""
+    return device.platform == "cpu" or generation(device) == 9 or (generation(device) == 10 and head_size <= 128)
 
 
 def has_product(device: jax.Device) -> bool:
