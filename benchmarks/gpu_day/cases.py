@@ -19,8 +19,8 @@ EXACT = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 LIMITS = {"fp32": 2e-4, "tf32": 2e-3, "bf16": 2e-3, "fp16": 2e-3, "fp8": 5e-2, "experts": 5e-3}
 LLAMA = "--norm rmsnorm --activation swiglu --positions rotary --kv-heads 2 --no-tied-embeddings"
 MODELS = {"documents": "--reset-attention-mask", "llama": LLAMA, "sliding window": f"{LLAMA} --sliding-window 32"}
-ATTENTIONS = ("xla", "pallas", "cudnn")  # values of --attention
-OPTIONAL = ("cudnn",)  # those that a machine may lack
+ATTENTIONS = ("xla", "tokamax", "cudnn")  # values of --attention
+OPTIONAL = ("cudnn", "tokamax")  # those that a machine may lack
 GROUPED = ("xla", "pallas")  # implementations of grouped matmuls
 # Layouts of one device, which change how a step is computed and not what.
 SAME_LOSSES = (

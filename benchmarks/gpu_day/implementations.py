@@ -1,53 +1,66 @@
 """The implementations of attention and grouped matmuls, by name: megajax's by the values of its options, and tokamax's."""
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
+
+import jax
 
 from benchmarks.gpu_day.outcomes import NotAvailable
 from megajax.ops import attention, grouped_matmul
 from megajax.ops.attention import Kernel
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.ops.grouped_matmul import GroupedKernel
+from megajax.runtime.compat import tokamax_installed
 
-# By the values of --attention. A Pallas kernel for GPUs runs in its interpreter on other devices.
-ATTENTION: Mapping[str, Callable[[bool], Kernel]] = {
+# By the values of --attention. On other devices than GPUs the kernels of Pallas run in its interpreter.
+ATTENTION: Mapping[str, Callable[[jax.Device], Kernel]] = {
     "xla": lambda _: attention.XLA,
-    "cudnn": lambda on_gpu: attention.CUDNN if _has_cudnn(on_gpu) else None,
-    "pallas": lambda on_gpu: attention.PALLAS if on_gpu else attention.INTERPRETED,
+    "cudnn": lambda device: attention.CUDNN if _has_cudnn(device) else None,
+    "tokamax": lambda device: _tokamax_kernel(device) if _is_gpu(device) else attention.INTERPRETED,
 }
-GROUPED: Mapping[str, Callable[[bool], GroupedKernel]] = {
+GROUPED: Mapping[str, Callable[[jax.Device], GroupedKernel]] = {
     "xla": lambda _: grouped_matmul.XLA,
-    "pallas": lambda on_gpu: grouped_matmul.PALLAS if on_gpu else grouped_matmul.INTERPRETED,
+    "pallas": lambda device: grouped_matmul.PALLAS if _is_gpu(device) else grouped_matmul.INTERPRETED,
 }
 
 
-def attention_kernel(name: str, on_gpu: bool, window: int | None = None) -> Kernel:
+def attention_kernel(name: str, device: jax.Device, window: int | None = None) -> Kernel:
     """The kernel of a name; raises NotAvailable if this machine lacks it."""
-    kernel = ATTENTION[name](on_gpu)
+    kernel = ATTENTION[name](device)
     return attention.cudnn_kernel(window) if name == "cudnn" and window else attention.with_window(kernel, window)
 
 
-def timed_attention(on_gpu: bool, window: int | None) -> dict[str, Callable]:
+def timed_attention(device: jax.Device, window: int | None) -> dict[str, Callable]:
     """Fused attention by name: (query, key, value, gradient) -> the output, or with a gradient those of the three."""
     calls = {}
     for name in ATTENTION:
-        if name == "xla" or (name == "cudnn" and not on_gpu):
+        if name == "xla" or (name == "cudnn" and not _is_gpu(device)):
             continue  # XLA's stores all scores
-        calls[name] = _of_kernel(attention_kernel(name, on_gpu, window))
-    if _has_tokamax(on_gpu) and "tokamax" not in calls:
-        calls["tokamax"] = _of_tokamax(window)
+        calls[name] = _of_kernel(attention_kernel(name, device, window))
+    if _has_tokamax(device):
+        calls["tokamax, its own backward"] = _of_tokamax(window)
     return calls
 
 
-def _has_cudnn(on_gpu: bool) -> bool:
-    if not (on_gpu and cudnn_installed()):
-        raise NotAvailable("cuDNN is not installed" if on_gpu else "cuDNN's kernels need an NVIDIA GPU")
+def _has_cudnn(device: jax.Device) -> bool:
+    if not (_is_gpu(device) and cudnn_installed()):
+        raise NotAvailable("cuDNN is not installed" if _is_gpu(device) else "cuDNN's kernels need an NVIDIA GPU")
     return True
 
 
-def _has_tokamax(on_gpu: bool) -> bool:
-    return on_gpu and importlib.util.find_spec("tokamax") is not None
+def _is_gpu(device: jax.Device) -> bool:
+    """Whether it is a GPU, or one of a topology that programs are compiled for."""
+    return device.platform in ("gpu", "cuda")
+
+
+def _tokamax_kernel(device: jax.Device) -> Kernel:
+    if not tokamax_installed():
+        raise NotAvailable("tokamax is not installed")
+    return attention.tokamax_kernel(device)
+
+
+def _has_tokamax(device: jax.Device) -> bool:
+    return _is_gpu(device) and tokamax_installed()
 
 
 def _of_kernel(kernel: Kernel) -> Callable:
@@ -61,7 +74,6 @@ def _of_kernel(kernel: Kernel) -> Callable:
 
 
 def _of_tokamax(window: int | None) -> Callable:
-    import jax
     import tokamax
 
     size = {"local_window_size": (window - 1, 0)} if window else {}
@@ -76,15 +88,15 @@ def _of_tokamax(window: int | None) -> Callable:
     return call
 
 
-def timed_grouped(on_gpu: bool) -> dict[str, dict[str, Callable]]:
+def timed_grouped(device: jax.Device) -> dict[str, dict[str, Callable]]:
     """By direction and name: functions of (rows, kernels, slopes, sizes)."""
-    kernels = {name: make(on_gpu) for name, make in GROUPED.items()}
+    kernels = {name: make(device) for name, make in GROUPED.items()}
     found = {
         "product": {name: _product(kernel) for name, kernel in kernels.items()},
         "product, transposed": {name: _transposed(kernel) for name, kernel in kernels.items()},
         "gradient": {name: _gradient(kernel) for name, kernel in kernels.items()},
     }
-    if _has_tokamax(on_gpu) and "tokamax" not in kernels:
+    if _has_tokamax(device) and "tokamax" not in kernels:
         for direction, call in _ragged_of_tokamax().items():
             found[direction]["tokamax"] = call
     found["product"]["one matmul of all rows"] = lambda rows, kernels, slopes, sizes: rows @ kernels[0]

@@ -32,7 +32,7 @@ def attention(name: str, tiny: bool) -> dict:
     import jax.numpy as jnp
 
     programs = Programs()
-    kernel, fused = attention_kernel(name, programs.on_gpu), programs.on_gpu and name != "xla"
+    kernel, fused = attention_kernel(name, programs.device), programs.on_gpu and name != "xla"
     length = TINY_LENGTH if tiny else LENGTH
     rows = []
     for dtype, shape in itertools.product((jnp.bfloat16, jnp.float16, jnp.float32), SHAPES[::3] if tiny else SHAPES):
@@ -105,7 +105,7 @@ def grouped(name: str, tiny: bool) -> dict:
     import jax.numpy as jnp
 
     programs = Programs()
-    kernel = GROUPED[name](programs.on_gpu)
+    kernel = GROUPED[name](programs.device)
 
     def by_kernel(rows, kernels, slopes, sizes):
         products = kernel.product(rows, kernels, sizes), kernel.product(slopes, kernels, sizes, transposed=True)

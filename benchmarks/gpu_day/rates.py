@@ -70,7 +70,7 @@ def attention(tiny: bool) -> dict[str, Any]:
                 continue
             text = "{} x {} tokens, {} heads, {} of keys, of {}".format(*shape)
             text += f", window {window}" if window else ""
-            calls = timed_attention(programs.on_gpu, window)
+            calls = timed_attention(programs.device, window)
             values = {
                 name: _attention_rates(programs, f"{name}: {text}", call, shape, window) for name, call in calls.items()
             }
@@ -115,7 +115,7 @@ def grouped(tiny: bool) -> dict[str, Any]:
             return *arrays, jnp.full(groups, count // groups, jnp.int32)
 
         arrays, flops = programs.inputs(draw), 2 * count * into * out / 1e12
-        for direction, calls in timed_grouped(programs.on_gpu).items():
+        for direction, calls in timed_grouped(programs.device).items():
             label = f"{count} x {into} x {out}, {groups} groups, {direction}"
             seconds = {
                 name: programs.seconds(f"{name}: {label}", call, *arrays, least=SECONDS) for name, call in calls.items()

@@ -21,7 +21,7 @@ from megajax.estimate.gpus import Gpu, is_fused
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
 from megajax.estimate.memory import ITEMSIZE, Sharding, rank_parameters, rows_of, sharded_parameters
 from megajax.estimate.program_kernels import Work
-from megajax.estimate.rates import FUSED_BACKWARD, PALLAS_BACKWARD
+from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD
 from megajax.models.costs import ModelCosts
 from megajax.pipeline.program import StepProgram
 from megajax.schedules.simulate import Costs
@@ -98,7 +98,7 @@ def _attention_times(model: ModelCosts, parallel: ParallelConfig, ops: Operation
     if software.fused_attention or is_fused(parallel):
         forward = ops.attention(4 * heads * model.attention.pairs(tokens) * head_size / parallel.context)
         # A fused backward always computes the scores again.
-        return forward, (PALLAS_BACKWARD if parallel.attention == "pallas" else FUSED_BACKWARD) * forward, 0.0
+        return forward, (TOKAMAX_BACKWARD if parallel.attention == "tokamax" else FUSED_BACKWARD) * forward, 0.0
     products = 2 * ops.matmul(queries, head_size, tokens, heads)
     # softmax reads and writes the scores; dropout reads and writes them and a mask of one byte
     passes = 2 * item + (2 * item + 1 if software.dropout else 0)

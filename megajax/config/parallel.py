@@ -77,9 +77,9 @@ class ParallelConfig:
     )
     attention: str = setting(
         "auto",
-        "implementation of attention; auto: cudnn where the GPU supports it for the model's heads and mask, else pallas "
-        "where the GPU supports that, else xla",
-        ("auto", "xla", "cudnn", "pallas"),
+        "implementation of attention; auto: cudnn or tokamax, by the GPU, the model's heads and its mask, where one of them "
+        "runs, else xla",
+        ("auto", "xla", "cudnn", "tokamax"),
     )
     tensor_overlap: str = setting(
         "none",

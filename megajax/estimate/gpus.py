@@ -169,7 +169,7 @@ def device_peak(devices: Sequence[jax.Device], precision: str) -> Peak:
 
 
 def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
-    """The run with `attention` resolved to "xla", "cudnn" or "pallas", as the program chooses on this GPU with cuDNN.
+    """The run with `attention` resolved to "xla", "cudnn" or "tokamax", as it is on this GPU with both installed.
 
     Raises:
       ConfigError: a fused kernel is requested, which is not supported there.
@@ -189,7 +189,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
         context=run.parallel.context,
         precision=run.train.precision,
         device=device,
-        cudnn=True,
+        installed=FUSED,
     )
     return run.with_layout(attention=choice.name)
 

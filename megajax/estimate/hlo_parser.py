@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-# The kernels of megajax/ops/flash_attention.py and grouped_kernels.py, by op name.
-OWN = re.compile(r"/((?:flash_attention|grouped_matmul)_\w+)/pallas_call")
+# The kernels of megajax/ops/flash_attention.py, grouped_kernels.py and tokamax_kernels.py, by op name: Pallas's, in Triton
+# or in Mosaic. In the names of tokamax's, its own follow.
+OWN = re.compile(r'/((?:flash_attention|grouped_matmul)_\w+)/(?:[^"]*/)?(?:pallas_call|mpmd_map)"')
 GROUPED = "grouped_matmul"  # their names begin so
 # Custom calls, attention's included.
 MATMULS = re.compile(rf"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha|{OWN.pattern}")
@@ -186,12 +187,12 @@ def is_matmul(line: Line) -> bool:
 
 
 def kernel_name(line: Line) -> str:
-    """The target of a custom call, or the name of megajax's own kernel: Triton's all have one target."""
+    """The target of a custom call, or the name of one of Pallas's kernels: Triton's all have one target, and Mosaic's."""
     return (OWN.search(line.rest) or TARGET.search(line.rest))[1]
 
 
 def is_grouped(line: Line) -> bool:
-    """Whether a line is one of megajax's grouped matmuls."""
+    """Whether a line is a grouped matmul of Pallas or tokamax."""
     return line.op == "custom-call" and kernel_name(line).startswith(GROUPED)
 
 

@@ -6,6 +6,7 @@ XLA's own cost analysis counts the whole stack of weights for a fusion that slic
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -45,8 +46,9 @@ MOVES = {
 VIEWS = {"bitcast", "reshape"}
 MASK = re.compile(r'"mask_type": ?"(\w+)"')
 WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')  # 0: none
-# Matmuls in the two kernels of the backward in megajax/ops/flash_attention.py.
-OWN_PRODUCTS = {"flash_attention_backward_query": 3, "flash_attention_backward_key_value": 4}
+# Matmuls in the two kernels of a backward of megajax/ops/flash_attention.py or of tokamax, by the number of gradients.
+OWN_BACKWARD = "flash_attention_backward"
+OWN_PRODUCTS = {1: 3, 2: 4}
 SCALAR = 1024  # bytes: what a fusion does with smaller arrays (loop counters, slots) does not decide its class
 
 
@@ -134,30 +136,33 @@ def _is_attention(line: Line) -> bool:
 
 
 def _is_backward(line: Line) -> bool:
-    """Whether a kernel of attention is cuDNN's backward, or one of megajax's two."""
+    """Whether a kernel of attention is cuDNN's backward, or one of the two of megajax's or tokamax's."""
     name = kernel_name(line)
-    return name in OWN_PRODUCTS or "Backward" in name
+    return name.startswith(OWN_BACKWARD) or "Backward" in name
 
 
 def _attention_flops(line: Line, types: Mapping[str, str]) -> float:
     """FLOPs of a fused kernel's matmuls on the whole square: two in a forward, five in cuDNN's backward.
 
-    megajax's own backward has two kernels, which both compute the scores and the probabilities' gradients. With cuDNN's
-    sliding window, whose length is in the program, FLOPs are twice those of the scores that are not hidden, as they are
-    on the whole square of a causal mask. The documents and windows of megajax's kernels are not in the program. Operands
-    are queries, keys and values [batch, sequence, heads, head dimension].
+    megajax's backward and tokamax's have two kernels, which both compute the scores and the probabilities' gradients. With
+    cuDNN's sliding window, whose length is in the program, FLOPs are twice those of the scores that are not hidden, as they
+    are on the whole square of a causal mask. The documents and windows of the other kernels are not in the program.
+    Operands are queries, keys and values [batch, sequence, heads, head dimension]; tokamax's of a batch of 1 without it.
     """
     name = kernel_name(line)
-    products = OWN_PRODUCTS.get(name, 5 if "Backward" in name else 2)
+    products = 5 if "Backward" in name else 2
+    if name.startswith(OWN_BACKWARD):
+        products = OWN_PRODUCTS[len(arrays(line.type))]
     shapes = [shapes_[0][1] for name in operands(line)[:2] if (shapes_ := arrays(types.get(name, "")))]
-    (batch, queries, heads, width), keys = shapes[0], shapes[1][1]
+    (queries, heads, width), keys = shapes[0][-3:], shapes[1][-3]
+    batch = math.prod(shapes[0][:-3])
     window = WINDOW.search(line.rest)
     size = min(keys, int(window[1])) if window and int(window[1]) else keys
     return products * 2.0 * batch * heads * (queries * keys - (keys - size) ** 2) * width
 
 
 def _attention_part(line: Line) -> float | None:
-    """Half under cuDNN's causal mask, else 1; ring attention calls both. megajax's kernels do not say."""
+    """Half under cuDNN's causal mask, else 1; ring attention calls both. Other kernels do not say."""
     mask = MASK.search(line.rest)
     return mask and (0.5 if "CAUSAL" in mask[1] else 1.0)
 

@@ -23,7 +23,7 @@ from megajax.estimate.gpus import is_fused
 from megajax.estimate.memory import block_parameters, is_gated, kept_for_weights, kept_of_block
 from megajax.estimate.merged_ticks import exposed_parts, has_latencies
 from megajax.estimate.program_kernels import Work
-from megajax.estimate.rates import FUSED_BACKWARD, PALLAS_BACKWARD, in_a_host
+from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, in_a_host
 
 __all__ = ["Blocks"]
 
@@ -176,7 +176,7 @@ class Blocks(ExpertKernels):
         queries = tokens // parallel.context
         if is_fused(parallel):
             flops = 4 * heads * attention.pairs(tokens) * attention.head_size / parallel.context
-            factor = PALLAS_BACKWARD if parallel.attention == "pallas" else FUSED_BACKWARD
+            factor = TOKAMAX_BACKWARD if parallel.attention == "tokamax" else FUSED_BACKWARD
             forward = Work(attention=flops / self.rates.attention_rate(False), gaps=self.rates.gap)
             backward = Work(attention=factor * flops / self.rates.attention_rate(True), gaps=self.rates.gap)
             return forward, backward, Work()

@@ -11,7 +11,7 @@ from megajax.config import ParallelConfig
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.measured import Link, Measured, rate_at
 
-__all__ = ["FUSED_BACKWARD", "PALLAS_BACKWARD", "Rates", "devices_here", "in_a_host", "rates_of", "spread"]
+__all__ = ["FUSED_BACKWARD", "TOKAMAX_BACKWARD", "Rates", "devices_here", "in_a_host", "rates_of", "spread"]
 
 # The share of the dense peak that a large product reaches with all GPUs at work (power limits lower the clocks). About 700
 # TFLOP/s of large bf16 products in training on an H100: a product alone was measured at 790, whole steps of training at up
@@ -21,9 +21,9 @@ MATMUL_SHARE = {"a100": 0.784, "h100": 0.71, "h200": 0.71}
 # Fused attention's share of that peak: FlashAttention-2 reaches 50 to 73% on A100 (2307.08691, abstract); cuDNN's and
 # FlashAttention-3's kernels 400 to 640 TFLOP/s on H100 for causal attention at head dimension 128 (2407.08608, figure 5).
 ATTENTION_SHARE = {"a100": 0.6, "h100": 0.455, "h200": 0.455}
-# A backward is five matmuls to the forward's two (2307.08691 section 3.1); Pallas's two kernels, of
+# A backward is five matmuls to the forward's two (2307.08691 section 3.1); two kernels, tokamax's or those of
 # megajax/ops/flash_attention.py, compute seven.
-FUSED_BACKWARD, PALLAS_BACKWARD = 2.5, 3.5
+FUSED_BACKWARD, TOKAMAX_BACKWARD = 2.5, 3.5
 # Of the HBM's bandwidth, what kernels other than matmuls reach. Large copies reach 0.9, and elementwise kernels of steps on
 # an H200 reached 0.43 to 0.73 (docs/gpus.md). Of the shares between, this one predicts published throughputs best, of all
 # sources; with 0.72 to 0.85 their mean error grows by 0.6 points at most.

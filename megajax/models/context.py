@@ -11,11 +11,11 @@ from megajax.models.interface import ModelContext, PipelineModel, model_class
 from megajax.ops.attention import (
     CUDNN,
     INTERPRETED,
-    PALLAS,
     XLA,
     Kernel,
     cudnn_kernel,
     fused_attention,
+    tokamax_kernel,
     with_window,
 )
 from megajax.ops.attention_choice import FUSED, Choice, choose_attention
@@ -128,7 +128,7 @@ def model_context(
         vocabulary = VocabularySharding(shares, plain_lookup)
     return ModelContext(
         constrain=rules.constrain,
-        operations=_operations(run, rules, attention),
+        operations=_operations(run, rules, attention, device),
         vocabulary=vocabulary,
         dtype=dtype,
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
@@ -164,7 +164,7 @@ def _expert_group(parallel: ParallelConfig, rules: AxisRules, device: jax.Device
     return ExpertGroup(parallel.expert, residual, shards, dispatch, ragged=device.platform != "cpu")
 
 
-def _operations(run: RunConfig, rules: AxisRules, attention: Choice) -> Operations:
+def _operations(run: RunConfig, rules: AxisRules, attention: Choice, device: jax.Device) -> Operations:
     """The operations of the run's blocks."""
     parallel = run.parallel
     product = _fp8_product() if run.train.matmul_dtype == "fp8" else None
@@ -177,7 +177,7 @@ def _operations(run: RunConfig, rules: AxisRules, attention: Choice) -> Operatio
         operations = operations._replace(column=column, row=row_matmul)
     if parallel.context == 1 and attention.name not in FUSED:
         return operations
-    kernel = _kernel(attention, parallel)
+    kernel = _kernel(attention, parallel, device)
 
     def attend(query, key, value, document=None, padding=None, causal=True):
         return fused_attention(query, key, value, kernel, document, padding, causal)
@@ -185,13 +185,14 @@ def _operations(run: RunConfig, rules: AxisRules, attention: Choice) -> Operatio
     return operations._replace(attend=attend)
 
 
-def _kernel(attention: Choice, parallel: ParallelConfig) -> Kernel:
+def _kernel(attention: Choice, parallel: ParallelConfig, device: jax.Device) -> Kernel:
     """The kernel for a sequence that `parallel.context` ranks share."""
     context = parallel.context
     if attention.name == "cudnn" and context == 1 and attention.window is not None:
         return cudnn_kernel(attention.window)
-    pallas = INTERPRETED if attention.interpreted else PALLAS
-    kernel = {"cudnn": CUDNN, "pallas": pallas, "xla": XLA}[attention.name]
+    kernel = {"cudnn": CUDNN, "xla": XLA}.get(attention.name) or (
+        INTERPRETED if attention.interpreted else tokamax_kernel(device)
+    )
     if context > 1:
         return ring_attention(kernel, _replica_axis(parallel), context, attention.window)
     return with_window(kernel, attention.window)

@@ -9,7 +9,7 @@ Shapes: b samples, s queries, t keys, a heads of size d in g groups that share a
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -19,21 +19,22 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.flash_attention import HIDDEN_SCORE, flash_backward, flash_forward
+from megajax.ops.flash_attention import HIDDEN_SCORE, flash_backward
 from megajax.ops.linear import Constrain, identity
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
+from megajax.ops.tokamax_kernels import attention_backward, attention_forward, has_backward
 from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward
 
 __all__ = [
     "CUDNN",
     "INTERPRETED",
-    "PALLAS",
     "XLA",
     "Kernel",
     "plain_attention",
     "cudnn_kernel",
     "document_starts",
     "fused_attention",
+    "tokamax_kernel",
     "with_window",
 ]
 
@@ -119,7 +120,7 @@ class Kernel(NamedTuple):
         statistics [b, a, s]). Statistics are the fp32 logarithm of the sum over keys of exp(score), score =
         query key / sqrt(d). `causal` hides keys after their query (then s = t). `first`, int32 [b, s] and not decreasing
         along s, hides keys before first[query]; None hides none. A query that sees no key has output 0 and statistics
-        HIDDEN_SCORE.
+        HIDDEN_SCORE; with `causal` each sees itself.
       backward: (query, key, value, output, statistics, gradient of the output, causal, first) -> gradients of query, key
         and value. Output and statistics may be those of a softmax over more keys than these: the gradients are then
         these keys' part, which is what ring attention sums.
@@ -271,8 +272,21 @@ def _xla_backward(query, key, value, output, statistics, gradient, causal, first
 
 
 XLA = Kernel(_xla_forward, _xla_backward)
-PALLAS = Kernel(flash_forward, flash_backward)  # Triton's, on NVIDIA GPUs
-INTERPRETED = Kernel(partial(flash_forward, interpret=True), partial(flash_backward, interpret=True))  # on any device
+# On any device: XLA's forward, and megajax's backward in Pallas's interpreter; Mosaic's does not run tokamax's kernels.
+INTERPRETED = Kernel(_xla_forward, partial(flash_backward, interpret=True))
+
+
+@cache
+def tokamax_kernel(device: jax.Device) -> Kernel:
+    """tokamax's on this NVIDIA GPU, one of the mesh's; where `first` hides keys, or it has none, megajax's backward."""
+
+    def backward(query, key, value, output, statistics, gradient, causal, first=None):
+        arrays = (query, key, value, output, statistics, gradient)
+        if first is None and has_backward(device, query.shape[-1]):
+            return attention_backward(device, *arrays, causal)
+        return flash_backward(*arrays, causal, first)
+
+    return Kernel(partial(attention_forward, device), backward)
 
 
 def cudnn_kernel(window: int | None = None) -> Kernel:

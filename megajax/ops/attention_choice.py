@@ -1,27 +1,45 @@
-"""Which attention a run gets on its devices, and why: XLA's, or one of the fused kernels of `megajax.ops.attention`."""
+"""Which attention a run gets on its devices, and why: XLA's, or one of the fused kernels of `megajax.ops.attention`.
 
+With "auto", the first that the GPU, the model and the mask allow:
+
+| GPUs | first | else | reason |
+|---|---|---|---|
+| Hopper (9.0) | cudnn | tokamax | both directions of causal attention at 450 TFLOP/s on an H200 (docs/gpus.md); tokamax's |
+| | | | forward takes 1.02 to 1.2 times as long (tokamax 0.0.17's own measurements on an H100) |
+| Blackwell (10.x) | tokamax | cudnn | cuDNN reached 0.88 of FlashAttention on another Blackwell card |
+| | | | (huggingface/transformers#48163); nobody has compared the two for megajax on a B200 |
+| others from Ampere on (8.x, 12.x) | cudnn | tokamax | tokamax has no backward there, megajax's has seven matmuls to |
+| | | | cuDNN's five; tokamax's forward takes 0.94 to 0.98 of cuDNN's time (its own, on an A100) |
+
+A sliding window is cuDNN's on all of them, and masks of documents and of padding are tokamax's.
+"""
+
+from collections.abc import Collection
 from typing import NamedTuple
 
 import jax
 
 from megajax.config import ConfigError
-from megajax.runtime.compat import cudnn_version
+from megajax.ops.tokamax_kernels import generation
+from megajax.runtime.compat import cudnn_version, tokamax_installed
 
 __all__ = ["AS_REQUESTED", "FUSED", "Choice", "choose_attention", "cudnn_installed"]
 
-FUSED = ("cudnn", "pallas")  # the values of --attention with a fused kernel
+FUSED = ("cudnn", "tokamax")  # the values of --attention with a fused kernel
 AS_REQUESTED = "as requested"  # the reason of an implementation that `--attention` names
 LARGEST_HEAD = 256  # of the fused kernels
+BLACKWELL = 10  # of the compute capability, as of B200s
+NO_TOKAMAX = "tokamax is not installed: on Python 3.12 or later, pip install 'megajax[cuda12]' or 'megajax[cuda13]'"
 
 
 class Choice(NamedTuple):
     """The attention of a run.
 
     Attributes:
-      name: "xla", "cudnn" or "pallas".
+      name: "xla", "cudnn" or "tokamax".
       reason: why, as printed at the start.
       window: the sliding window, or None.
-      interpreted: whether Pallas's kernel has to run in its interpreter.
+      interpreted: "tokamax" on a device that is not a GPU: XLA's forward, and megajax's backward in Pallas's interpreter.
     """
 
     name: str
@@ -37,20 +55,20 @@ def choose_attention(
     dropout: float,
     precision: str,
     device: jax.Device,
-    cudnn: bool | None = None,
+    installed: Collection[str] | None = None,
     window: int | None = None,
     mask: str | None = None,
     context: int = 1,
 ) -> Choice:
-    """The attention that runs: the requested one; for "auto" cuDNN's where it can, else Pallas's where it can, else XLA's.
+    """The attention that runs: the requested one; for "auto" the first of the table that can, else XLA's.
 
     Args:
-      requested: auto, xla, cudnn or pallas.
+      requested: auto, xla, cudnn or tokamax.
       head_size: elements of a head.
       dropout: of the model; fused kernels draw no mask that is the same on every mesh, so dropout needs XLA's attention.
       precision: bf16, fp16 or fp32.
       device: one of the mesh's; it may belong to a topology that is only compiled for.
-      cudnn: whether the cuDNN library is installed; None: found out here.
+      installed: of FUSED, those whose library is installed; None: found out here.
       window: the model's sliding window, if it has one.
       mask: what hides keys besides: "documents" if tokens attend to their own document only, "padding" at the end of
         samples; None: nothing.
@@ -62,27 +80,29 @@ def choose_attention(
     if requested == "xla":
         return Choice("xla", AS_REQUESTED, window)
     neither = _kernel_problem(head_size, dropout, precision, device)
-    problem = neither or _cudnn_problem(head_size, device, cudnn) or _mask_problem(mask, window, context)
-    if requested == "pallas":
-        if device.platform != "gpu" and dropout == 0:
-            return Choice("pallas", f"as requested; in Pallas's interpreter: {neither}", window, interpreted=True)
-        if neither:
-            raise ConfigError(f"attention = pallas, but {neither}: pass --attention xla or --attention auto.")
-        return Choice("pallas", AS_REQUESTED, window)
-    if problem is None:
-        reason = AS_REQUESTED if requested == "cudnn" else "the fastest that these devices have"
-        return Choice("cudnn", reason, window)
-    if requested == "cudnn":
-        raise ConfigError(f"attention = cudnn, but {problem}: pass --attention xla or --attention auto.")
-    return Choice("xla" if neither else "pallas", problem, window)
+    of_cudnn = neither or _cudnn_problem(head_size, device, installed) or _mask_problem(mask, window, context)
+    of_tokamax = neither or _tokamax_problem(installed)
+    if requested == "tokamax" and device.platform != "gpu" and dropout == 0:
+        return Choice("tokamax", f"as requested; in Pallas's interpreter: {neither}", window, interpreted=True)
+    if requested in FUSED:
+        if problem := of_cudnn if requested == "cudnn" else of_tokamax:
+            raise ConfigError(f"attention = {requested}, but {problem}: pass --attention xla or --attention auto.")
+        return Choice(requested, AS_REQUESTED, window)
+    if of_tokamax is None and generation(device) == BLACKWELL and window is None:
+        return Choice("tokamax", "the fastest that these devices have, by what is known", window)
+    if of_cudnn is None:
+        return Choice("cudnn", "the fastest that these devices have", window)
+    if of_tokamax is None:
+        return Choice("tokamax", of_cudnn, window)
+    return Choice("xla", of_tokamax if of_tokamax == of_cudnn else f"{of_cudnn}, and {of_tokamax}", window)
 
 
 def _kernel_problem(head_size, dropout, precision, device) -> str | None:
-    """Why no fused kernel can run; None if Pallas's can."""
+    """Why no fused kernel can run; None if one can."""
     capability = getattr(device, "compute_capability", "")
     if device.platform != "gpu" or not capability.replace(".", "").isdigit():
         return f"{device.device_kind} is not an NVIDIA GPU"
-    if float(capability) < 8:
+    if generation(device) is None:
         return f"fused attention needs compute capability 8.0 or more, and {device.device_kind} has {capability}"
     if head_size > LARGEST_HEAD:
         return f"fused attention's head size is at most {LARGEST_HEAD}, and this is {head_size}"
@@ -93,14 +113,19 @@ def _kernel_problem(head_size, dropout, precision, device) -> str | None:
     return None
 
 
-def _cudnn_problem(head_size, device, cudnn) -> str | None:
-    """Why cuDNN's attention cannot run where Pallas's can; None if it can."""
+def _cudnn_problem(head_size, device, installed) -> str | None:
+    """Why cuDNN's attention cannot run where fused kernels can; None if it can."""
     largest = LARGEST_HEAD if float(device.compute_capability) >= 9 else 128
     if head_size > largest or head_size % 8:
         return f"cuDNN's head size is a multiple of 8 up to {largest} on {device.device_kind}, and this is {head_size}"
-    if not (cudnn_installed() if cudnn is None else cudnn):
+    if not (cudnn_installed() if installed is None else "cudnn" in installed):
         return "the cuDNN library is not installed (it comes with megajax[cuda12] and megajax[cuda13])"
     return None
+
+
+def _tokamax_problem(installed) -> str | None:
+    """Why tokamax's attention cannot run where fused kernels can; None if it can."""
+    return None if (tokamax_installed() if installed is None else "tokamax" in installed) else NO_TOKAMAX
 
 
 def _mask_problem(mask, window, context) -> str | None:

@@ -1,12 +1,15 @@
-"""Flash attention in Pallas (Triton) for masks that cuDNN's kernel does not have: documents, and windows in a ring.
+"""The backward of flash attention in Pallas (Triton), which skips what no query sees.
 
 Each query sees a range of keys: from `first` of the query on, up to itself or to the last key. Causal attention,
 documents packed in a sample, a sliding window, and the pieces of ring attention all have this form. No kernel holds more
 than a tile of scores, and none visits a tile in which no query sees a key: `first` does not decrease along the sequence,
 so the keys that a tile of queries sees are one range of tiles, and so are the queries that see a tile of keys.
 
-The forward is 2307.08691 algorithm 1. The backward is its algorithm 2 in two kernels, one for the queries' gradient and
-one for the keys' and values', so that no two programs add to the same element: results are equal to the bit in every run.
+Forwards are tokamax's (`megajax.ops.tokamax_kernels`), whose backward visits every tile that a causal mask does not hide:
+with 8 documents in 8,192 tokens it took 5 times as long as this one on an H200 (docs/gpus.md).
+
+The algorithm is 2307.08691's algorithm 2 in two kernels, one for the queries' gradient and one for the keys' and values',
+so that no two programs add to the same element: results are equal to the bit in every run.
 
 Shapes: b samples, s queries, t keys, a heads of size d in g groups that share a key and a value, n = a / g. In the bodies
 of kernels, rows are the tile's queries and columns its keys.
@@ -22,7 +25,7 @@ from jax import lax
 
 from megajax.runtime.compat import pallas, pallas_call
 
-__all__ = ["HIDDEN_SCORE", "flash_backward", "flash_forward"]
+__all__ = ["HIDDEN_SCORE", "flash_backward"]
 
 HIDDEN_SCORE = -1e30  # of a key that a query does not see; finite, so that no difference of two can make a NaN
 LOG2_E = math.log2(math.e)  # GPUs have an exponential of base 2
@@ -116,35 +119,6 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.dot(x, y, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _forward_kernel(call: _Call, query_ref, key_ref, value_ref, first_ref, output_ref, statistics_ref):
-    """One tile of queries of one head: a loop over the tiles of keys that they see."""
-    index = pallas().program_id(0)
-    first = first_ref[...] if call.masked else None
-    query = call.load(query_ref, slice(None))
-
-    def step(tile, state):
-        output, largest, total = state
-        at = pallas().ds(tile * call.keys, call.keys)
-        scores = _dot(query, call.load(key_ref, at).T) * (call.scale * LOG2_E)
-        seen = call.visible(index, tile, first)
-        new = jnp.maximum(largest, jnp.max(jnp.where(seen, scores, HIDDEN_SCORE), axis=1))
-        weights = jnp.where(seen, jnp.exp2(scores - new[:, None]), 0.0)
-        shrink = jnp.exp2(largest - new)
-        output = output * shrink[:, None] + _dot(weights.astype(value_ref.dtype), call.load(value_ref, at))
-        return output, new, total * shrink + jnp.sum(weights, axis=1)
-
-    start = (
-        jnp.zeros((call.queries, call.width), jnp.float32),
-        jnp.full((call.queries,), HIDDEN_SCORE, jnp.float32),
-        jnp.zeros((call.queries,), jnp.float32),
-    )
-    output, largest, total = lax.fori_loop(*call.key_tiles(index, first, key_ref.shape[0] // call.keys), step, start)
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
-    call.store(output_ref, output / total[:, None])
-    statistics_ref[...] = jnp.where(some, largest / LOG2_E + jnp.log(total), HIDDEN_SCORE)
-
-
 def _gradient_of_scores(call: _Call, query, key, value, gradient, statistics, along, seen):
     """(probabilities, gradient of query key^T), fp32 [queries, keys]."""
     scores = _dot(query, key.T) * (call.scale * LOG2_E)
@@ -197,45 +171,6 @@ def _key_kernel(call: _Call, query_ref, key_ref, value_ref, gradient_ref, statis
     call.store(value_out_ref, of_value)
 
 
-def flash_forward(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    causal: bool,
-    first: jax.Array | None = None,
-    *,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """softmax(query key^T / sqrt(d)) value over the keys that each query sees.
-
-    Args:
-      query: [b, s, a, d].
-      key: [b, t, g, d].
-      value: [b, t, g, d].
-      causal: a query sees no key after itself (then s = t); otherwise all keys from `first` on.
-      first: int32 [b, s], the first key that a query sees, not decreasing along s; 0 or less: from the first key on; t or
-        more: none. None: 0 for all.
-      interpret: run in Pallas's interpreter, on any device.
-
-    Returns:
-      (output [b, s, a, d] in the query's type, fp32 statistics [b, a, s]), see `megajax.ops.attention.Kernel`. For queries
-      that see no key, 0 and HIDDEN_SCORE.
-    """
-    call, length = _Call.of(query, key, causal, first, queries=128), query.shape[1]
-    query, key, value, first = _in_tiles(call, query, key, value, first)
-    tile, keys = call.tile_spec(call.queries), call.group_spec(key.shape[1])
-    output, statistics = pallas_call(
-        functools.partial(_forward_kernel, call),
-        [query, key, value, first],
-        [tile, keys, keys, _rows_of_sample(call.queries)],
-        [(query.shape, query.dtype), ((len(query), call.heads, query.shape[1]), jnp.float32)],
-        [tile, _rows_of_head(call.queries)],
-        grid=(query.shape[1] // call.queries, call.heads, len(query)),
-        settings={"name": "flash_attention_forward", "interpret": interpret} | call.settings,
-    )
-    return output[:, :length], statistics[..., :length]
-
-
 def flash_backward(
     query: jax.Array,
     key: jax.Array,
@@ -248,7 +183,20 @@ def flash_backward(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value, see `megajax.ops.attention.Kernel`; other arguments as of `flash_forward`."""
+    """Gradients of query, key and value, see `megajax.ops.attention.Kernel`.
+
+    Args:
+      query: [b, s, a, d].
+      key: [b, t, g, d].
+      value: [b, t, g, d].
+      output: [b, s, a, d].
+      statistics: fp32 [b, a, s], which may be those of a softmax over more keys.
+      gradient: of the output, [b, s, a, d].
+      causal: a query sees no key after itself (then s = t); otherwise all keys from `first` on.
+      first: int32 [b, s], the first key that a query sees, not decreasing along s; 0 or less: from the first key on; t or
+        more: none. None: 0 for all.
+      interpret: run in Pallas's interpreter, on any device.
+    """
     call, length = _Call.of(query, key, causal, first, queries=64), query.shape[1]
     along = jnp.einsum("bsad,bsad->bas", gradient, output, preferred_element_type=jnp.float32)
     query, key, value, first = _in_tiles(call, query, key, value, first)

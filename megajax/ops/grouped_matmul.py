@@ -6,10 +6,10 @@ rows come last, of which as many may be left out as are surely there.
 
     x [n, i] -> dispatch [R, i] -> column: kernels [G, i, o] -> [R, o] -> row: kernels [G, o, h] -> combine [n, h]
 
-The matmuls are XLA's `lax.ragged_dot_general`, or on NVIDIA GPUs Pallas kernels (`grouped_kernels.py`), which can neither
-be partitioned nor be differentiated: each direction of `column` and `row` enters a `shard_map` over "tensor" of its own, as
-fused attention does. Tensor parallelism splits o (1909.08053 section 3). Before a sum over tensor each rank adds up its own
-rows of each item, so that n rows are sent and not R.
+The matmuls are XLA's `lax.ragged_dot_general`, or on NVIDIA GPUs kernels of Pallas (`grouped_kernels.py`) or tokamax
+(`tokamax_kernels.py`), which can neither be partitioned nor be differentiated: each direction of `column` and `row` enters
+a `shard_map` over "tensor" of its own, as fused attention does. Tensor parallelism splits o (1909.08053 section 3). Before
+a sum over tensor each rank adds up its own rows of each item, so that n rows are sent and not R.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.ops.grouped_kernels import pallas_gradient, pallas_product
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
-from megajax.runtime.compat import varying_axes
+from megajax.ops.tokamax_kernels import generation, grouped_product, has_product
+from megajax.runtime.compat import tokamax_installed, varying_axes
 
 __all__ = [
     "INTERPRETED",
@@ -77,14 +78,15 @@ INTERPRETED = GroupedKernel(partial(pallas_product, interpret=True), partial(pal
 
 
 def kernel_for(device: jax.Device) -> GroupedKernel:
-    """Pallas's on NVIDIA GPUs of compute capability 8.0 or more, else XLA's.
+    """On NVIDIA GPUs of compute capability 8.0 or more Pallas's, on B200s with tokamax's product, else XLA's.
 
     Args:
       device: one of the mesh's; it may belong to a topology that is only compiled for.
     """
-    capability = getattr(device, "compute_capability", "")
-    known = device.platform == "gpu" and capability.replace(".", "").isdigit()
-    return PALLAS if known and float(capability) >= 8 else XLA
+    if generation(device) is None:
+        return XLA
+    tokamax = has_product(device) and tokamax_installed()
+    return PALLAS._replace(product=partial(grouped_product, device)) if tokamax else PALLAS
 
 
 class Routing(NamedTuple):

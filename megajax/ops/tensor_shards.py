@@ -20,8 +20,8 @@ TENSOR = "tensor"
 def on_tensor_shards(local: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`local` on each tensor rank's shards; its results vary over the manual mesh axes over which any argument does.
 
-    Inside, jax does not check over which axes values vary: Pallas's interpreter would not pass. The derivative, which the
-    check is for, is the caller's.
+    Inside, jax does not check over which axes values vary: Pallas's interpreter and Mosaic's kernels would not pass. The
+    derivative, which the check is for, is the caller's.
     """
     run = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR}, check_vma=False)
 

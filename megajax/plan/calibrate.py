@@ -26,8 +26,8 @@ from megajax.config.options import Parser, add_options, option_names
 from megajax.config.toml import save_config
 from megajax.estimate.gpus import DTYPES, GPUS
 from megajax.estimate.measured import Links, Measured, fit_link, rates_by_size
-from megajax.estimate.rates import FUSED_BACKWARD, PALLAS_BACKWARD
-from megajax.ops.attention import CUDNN, PALLAS, XLA
+from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD
+from megajax.ops.attention import CUDNN, XLA, tokamax_kernel
 from megajax.ops.attention_choice import choose_attention
 from megajax.plan.cluster import load_cluster, measured_text
 from megajax.plan.compiler import compiler_versions, installed_versions
@@ -163,8 +163,8 @@ def measure(devices: Sequence[jax.Device], host_size: int, precision: str, sizes
     products = {shape: matmul_rate(device, dtype, shape, sizes.work, sizes.seconds) for shape in sizes.shapes}
     memory = copy_rate(device, sizes.copied, seconds=5 * sizes.seconds)
     name = choose_attention("auto", head_size=sizes.attention[-1], dropout=0.0, precision=precision, device=device).name
-    kernel = {"cudnn": CUDNN, "pallas": PALLAS, "xla": XLA}[name]
-    of_backward = PALLAS_BACKWARD if name == "pallas" else FUSED_BACKWARD
+    kernel = {"cudnn": CUDNN, "xla": XLA}.get(name) or tokamax_kernel(device)
+    of_backward = TOKAMAX_BACKWARD if name == "tokamax" else FUSED_BACKWARD
     attention = attention_rates(device, dtype, kernel, of_backward, sizes.attention, sizes.seconds)
     links, comments = {}, []
     for axis, group in (("host", host_size), ("network", len(devices) // host_size)):

@@ -48,12 +48,18 @@ from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, check_vendor, c
 from megajax.plan.report import LEGEND, memory_bar, shown_parameters
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
+from megajax.runtime.compat import tokamax_installed
 from megajax.schedules.arguments import number, plain_text
 from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path, tell_replaced
 from megajax.schedules.registry import import_user_files
 
 LARGEST = 8  # buffers to list
+# The library of each fused attention, and how it is installed where programs are only compiled.
+LIBRARIES = {
+    "cudnn": ("the cuDNN library", "pip install nvidia-cudnn-cu12, 700 MB"),
+    "tokamax": ("tokamax", "pip install 'megajax[dryrun]' on Python 3.12 or later"),
+}
 
 
 @command
@@ -112,12 +118,13 @@ def dry_run(
         print(remark)
     compiling_here, keep = compiling and has_compiler(), ()
     if compiling_here and (instead := _with_installed_attention(run)) is not run:
-        run, cudnns, keep = instead, sum(modelled.values()), ("attention",)
-        modelled = bytes_per_device(run)
+        fused, keep = sum(modelled.values()), ("attention",)
+        library, install = LIBRARIES[run.parallel.attention]
+        run, modelled = instead, bytes_per_device(instead)
         print(
-            "attention: on GPUs with the cuDNN library its fused attention runs; cuDNN is not installed here (pip install "
-            "nvidia-cudnn-cu12, 700 MB), so the program is compiled with XLA's attention: "
-            f"{(sum(modelled.values()) - cudnns) / 1e9:.1f} GB more, by the memory model"
+            f"attention: on GPUs with {library} its fused attention runs; it is not installed here ({install}), so the "
+            f"program is compiled with XLA's attention: {(sum(modelled.values()) - fused) / 1e9:.1f} GB more, by the "
+            "memory model"
         )
     if not compiling_here:
         if compiling:
@@ -183,10 +190,9 @@ def _compiled(run: RunConfig, gpu: Gpu, timeout: float, save_hlo: str | None) ->
 
 
 def _with_installed_attention(run: RunConfig) -> RunConfig:
-    """The run with XLA's attention in place of cuDNN's, if cuDNN is not installed here."""
-    if run.parallel.attention != "cudnn" or cudnn_installed():
-        return run
-    return run.with_layout(attention="xla")
+    """The run with XLA's attention in place of a fused one whose library is not installed here."""
+    installed = {"cudnn": cudnn_installed, "tokamax": tokamax_installed}
+    return run if installed.get(run.parallel.attention, lambda: True)() else run.with_layout(attention="xla")
 
 
 def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

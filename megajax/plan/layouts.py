@@ -137,7 +137,7 @@ FIELDS: dict[str, Callable[[RunConfig, int, Fields], Sequence]] = {
     "zero": lambda run, gpus, layout: (0, 1, 3) if _replicas(layout) > 1 else (0,),
     "sequence_parallel": lambda run, gpus, layout: (True, False),
     "vocab_parallel": lambda run, gpus, layout: ("pipe", "tensor"),
-    "attention": lambda run, gpus, layout: ("xla", "cudnn", "pallas"),
+    "attention": lambda run, gpus, layout: ("xla", "cudnn", "tokamax"),
     "offload_activations": lambda run, gpus, layout: (False, True),
 }
 # Where all values of a field make the same program, so that one is enough.

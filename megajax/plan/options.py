@@ -204,5 +204,5 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         "--attention",
         default="auto",
         choices=legal["attention"],
-        help="as of experiments.gpt3: auto is cudnn if the GPU supports it for the model, or pallas or xla (default: auto)",
+        help="as of experiments.gpt3: auto is cudnn, tokamax or xla, as the GPU and the model allow (default: auto)",
     )

@@ -54,7 +54,7 @@ class Question:
       expert: degrees of expert parallelism to consider; None: all that divide the model's experts.
       vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor"; "auto": the better one
         for each layout.
-      attention: auto, xla, cudnn or pallas, as for a run.
+      attention: auto, xla, cudnn or tokamax, as for a run.
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
       optimizer, ema_decay: as of `TrainConfig`, for the memory and the time of the update.
       also: further fields of `layouts.FIELDS` to choose, e.g. "context"; all their declared values are considered.
@@ -92,7 +92,7 @@ class Question:
 
     @property
     def resolved_attention(self) -> str:
-        """The attention that runs on this GPU: "xla", "cudnn" or "pallas"; raises as `with_attention`."""
+        """The attention that runs on this GPU: "xla", "cudnn" or "tokamax"; raises as `with_attention`."""
         return with_attention(self.base, self.gpu).parallel.attention
 
     @property

@@ -5,10 +5,13 @@ and `jax.extend`. When a new jax breaks megajax, this file has to be adapted; te
 each entry and names the jax versions on which it passed.
 """
 
+import contextlib
 import dataclasses
 import functools
+import importlib.util
+import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -44,6 +47,9 @@ __all__ = [
     "pallas_call",
     "rebuild_vjp",
     "set_xla_metadata",
+    "tokamax",
+    "tokamax_compiles_for",
+    "tokamax_installed",
     "topologies",
     "updates_in_place",
     "varying_axes",
@@ -288,3 +294,51 @@ def pallas_call(
         interpret=settings["interpret"],
         name=settings["name"],
     )(*inputs)
+
+
+# tokamax's kernels. Its public functions return no softmax statistics, have no mask of documents and no backward of its own.
+
+
+def tokamax_installed() -> bool:
+    """Whether tokamax is installed, which needs Python 3.12 and jax 0.11.1; it is not imported (2 s)."""
+    return importlib.util.find_spec("tokamax") is not None
+
+
+@functools.cache
+def tokamax() -> types.SimpleNamespace:
+    """Its operations by implementation, `attention` and `ragged_dot`; masks; and what they are called with."""
+    from tokamax._src.ops.attention import api, base
+    from tokamax._src.ops.ragged_dot import api as ragged_api
+    from tokamax._src.ops.ragged_dot import base as ragged_base
+
+    return types.SimpleNamespace(
+        attention=api.IMPLEMENTATIONS,
+        AttentionBackward=base.DotProductAttentionVjp,
+        Mask=base.Mask,
+        ragged_dot=ragged_api.IMPLEMENTATIONS,
+        kernels=ragged_base.DEFAULT_RAGGED_DOT_DIM_NUMS,
+        transposed_kernels=ragged_base.TRANS_RHS_RAGGED_DOT_DIM_NUMS,
+    )
+
+
+@contextlib.contextmanager
+def tokamax_compiles_for(device: jax.Device) -> Iterator[None]:
+    """In this context tokamax's operations are traced for this device, which may belong to a topology without devices.
+
+    They ask jax's default device for its compute capability and number of cores. On other devices than GPUs nothing is
+    changed. Messages of sizes for which tokamax has no tuned configuration are not logged.
+    """
+    if device.platform != "gpu":
+        yield
+        return
+    from jax.extend import backend
+    from tokamax import config
+
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with mock.patch.object(backend, "get_default_device", lambda: device), config.cross_compile(True):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""The comparison of attention kernels: here of Pallas's in its interpreter, whose results are the kernel's."""
+"""The comparison of attention kernels: here of what stands for tokamax's on a CPU."""
 
 import pytest
 
@@ -11,5 +11,5 @@ def test_a_line_for_each_mask_with_small_differences(capsys):
     sizes |= {"sliding-window": 7, "seconds": 0.01}
     assert main([f"--{name}={size}" for name, size in sizes.items()]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[:2] for row in rows] == [[mask, "pallas"] for mask in ("causal", "documents", "window")]
+    assert [row[:2] for row in rows] == [[mask, "tokamax"] for mask in ("causal", "documents", "window")]
     assert all(float(difference) < 1e-5 for row in rows for difference in row[-2:])

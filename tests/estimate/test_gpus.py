@@ -88,7 +88,7 @@ def test_a_device_without_a_published_peak_is_measured():
     ("model", "gpu", "precision", "runs"),
     [
         ("gpt3-175b", "a100-80gb", "bf16", "cudnn"),  # heads of 128
-        ("gpt3-530b", "a100-80gb", "bf16", "pallas"),  # of 160: cuDNN's from Hopper on
+        ("gpt3-530b", "a100-80gb", "bf16", "tokamax"),  # of 160: cuDNN's from Hopper on
         ("gpt3-530b", "h100-80gb", "bf16", "cudnn"),
         ("gpt3-175b", "h100-80gb", "fp32", "xla"),
         ("gpt2-xl", "h100-80gb", "bf16", "xla"),  # dropout

@@ -186,6 +186,11 @@ ENTRY %main (q: bf16[2,64,8,16], k: bf16[2,64,4,16]) -> bf16[2,64,8,16] {
   %two = (bf16[2,64,4,16]{3,2,1,0}, bf16[2,64,4,16]{3,2,1,0}) custom-call(%q, %k, %k, %q, %first), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/B/flash_attention_backward_key_value/pallas_call"}
   %three = (bf16[2,8,64,16]{3,1,2,0}, f32[2,8,64]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"sliding_window_length": 0}}
   %four = (bf16[2,8,64,16]{3,1,2,0}, f32[2,8,64]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config": {"sliding_window_length": 10}}
+  %five = (bf16[2,64,8,16]{3,2,1,0}, f32[2,8,64]{2,1,0}, f32[2,8,64]{2,1,0}) custom-call(%q, %k, %k, %first), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/B/flash_attention_forward/vmap()/flash_attention_sm90/mpmd_map" scheduling_name="five" metadata_payload="tokamax:{\"mask\":{\"k_start\":null}}"}
+  %q1 = bf16[128,8,16]{2,1,0} bitcast(%q)
+  %k1 = bf16[64,8,16]{2,1,0} bitcast(%k)
+  %six = bf16[128,8,16]{2,1,0} custom-call(%q1, %k1, %k1, %q1), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/B/flash_attention_backward/vmap()/batched_body/mpmd_map"}
+  %seven = (bf16[2,64,4,16]{3,2,1,0}, bf16[2,64,4,16]{3,2,1,0}) custom-call(%q, %k, %k, %q), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/B/flash_attention_backward/vmap()/batched_body/mpmd_map"}
   ROOT %last = bf16[2,64,8,16]{3,2,1,0} get-tuple-element(%one), index=0
 }
 """  # noqa: E501
@@ -198,11 +203,12 @@ def test_attention_kernels_are_priced_by_the_scores_that_causal_masks_and_window
     assert {kernel.kind for kernel in kernels} == {"attention"}
     product = 2 * 2 * 8 * 64 * 64 * 16  # of the whole square
     in_window = sum(min(row + 1, 10) for row in range(64)) / (64 * 65 / 2)
-    want = [2 * product, 4 * product, 2 * product, 5 * product * in_window]
+    want = [2 * product, 4 * product, 2 * product, 5 * product * in_window, 2 * product, 3 * product, 4 * product]
     assert [kernel.flops for kernel in kernels] == pytest.approx(want, rel=0.02)  # a diagonal counts as half here
     assert kernels[0].read == 2 * (2 * 64 * 16) * (8 + 4 + 4) + 4 * 2 * 64
     assert read(ATTENTION).kernels == {
-        "flash_attention_forward": 1,
+        "flash_attention_forward": 2,  # in Triton and in Mosaic
+        "flash_attention_backward": 2,
         "flash_attention_backward_key_value": 1,
         "__cudnn$fmhaSoftmax": 1,
         "__cudnn$fmhaSoftmaxBackward": 1,

@@ -50,13 +50,13 @@ def wanted(model):
 RUNS = {
     "gpt": (small.MODEL, (2, 2, 2), {"schedule": "interleaved_1f1b", "chunks": 2}),
     "llama": (small.LLAMA, (1, 2, 2), {"schedule": "zb_h1", "recompute": "none"}),
-    "pallas": (small.LLAMA, (1, 2, 2), {"schedule": "zb_h1", "recompute": "none", "attention": "pallas"}),
-    "pallas, window": (WINDOW, (1, 2, 2), {"recompute": "full", "attention": "pallas"}),
+    "tokamax": (small.LLAMA, (1, 2, 2), {"schedule": "zb_h1", "recompute": "none", "attention": "tokamax"}),
+    "tokamax, window": (WINDOW, (1, 2, 2), {"recompute": "full", "attention": "tokamax"}),
     "context": (small.MODEL, (1, 2, 2), {"chunks": 2, "context": 2, "attention": "xla"}),
     "context, window": (WINDOW, (2, 1, 1), {"schedule": "gpipe", "context": 4, "attention": "xla"}),
     "context, tiny": (TINY, (1, 1, 1), {"schedule": "gpipe", "context": 2, "attention": "xla"}),
-    "context, pallas": (TINY, (1, 2, 1), {"context": 2, "attention": "pallas"}),
-    "context, pallas, window": (WINDOW, (1, 1, 2), {"schedule": "gpipe", "context": 4, "attention": "pallas"}),
+    "context, tokamax": (TINY, (1, 2, 1), {"context": 2, "attention": "tokamax"}),
+    "context, tokamax, window": (WINDOW, (1, 1, 2), {"schedule": "gpipe", "context": 4, "attention": "tokamax"}),
 }
 
 

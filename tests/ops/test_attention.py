@@ -100,7 +100,7 @@ def padded_results(kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel", [None, XLA, pytest.param(INTERPRETED, marks=pytest.mark.slow)], ids=["plain", "xla", "pallas"]
+    "kernel", [None, XLA, pytest.param(INTERPRETED, marks=pytest.mark.slow)], ids=["plain", "xla", "interpreted"]
 )
 def test_attention_to_all_tokens_but_the_padding(kernel):
     """Output against a loop; the gradients of fused kernels against those of plain attention. 10 tokens, one without."""
@@ -116,7 +116,7 @@ MASKS = {
     "window": (None, 3),
     "both": ([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]] * 2, 4),
 }
-QUICK = ("both-xla", "both-pallas")
+QUICK = ("both-xla", "both-interpreted")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ QUICK = ("both-xla", "both-pallas")
     [
         pytest.param(*mask, kernel, id=f"{kind}-{name}", marks=() if f"{kind}-{name}" in QUICK else pytest.mark.slow)
         for kind, mask in MASKS.items()
-        for name, kernel in (("xla", XLA), ("pallas", INTERPRETED))
+        for name, kernel in (("xla", XLA), ("interpreted", INTERPRETED))
     ],
 )
 def test_documents_and_windows_equal_plain_attention_inside_the_executors_shard_map(kernel, documents, window):
@@ -163,7 +163,8 @@ class Device:
 
 CPU = Device("cpu", "cpu", "")
 A100 = Device(device_kind="NVIDIA A100-SXM4-80GB", compute_capability="8.0")
-FITS = dict(head_size=128, dropout=0.0, precision="bf16", device=Device(), cudnn=True)
+B200 = Device(device_kind="NVIDIA B200", compute_capability="10.0")
+FITS = dict(head_size=128, dropout=0.0, precision="bf16", device=Device(), installed=("cudnn", "tokamax"))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_auto_takes_cudnn_where_it_runs(case):
     ],
 )
 def test_where_no_fused_kernel_runs_it_is_an_error_and_auto_explains_the_choice(case, why):
-    for name in ("cudnn", "pallas") if case != {"device": CPU} else ("cudnn",):
+    for name in ("cudnn", "tokamax") if case != {"device": CPU} else ("cudnn",):
         with pytest.raises(ConfigError, match=f"attention = {name}, but .*{why}.*: pass --attention xla"):
             choose_attention(name, **FITS | case)
     choice = choose_attention("auto", **FITS | case)
@@ -199,24 +200,42 @@ def test_where_no_fused_kernel_runs_it_is_an_error_and_auto_explains_the_choice(
     [
         ({"head_size": 160, "device": A100}, "a multiple of 8 up to 128 on NVIDIA A100-SXM4-80GB, and this is 160"),
         ({"head_size": 100}, "a multiple of 8"),
-        ({"cudnn": False}, "the cuDNN library is not installed"),
+        ({"installed": ("tokamax",)}, "the cuDNN library is not installed"),
         ({"mask": "documents"}, "no document mask, which --reset-attention-mask needs"),
         ({"mask": "documents", "context": 2}, "no document mask"),
         ({"mask": "padding"}, "not used with a padding mask"),
         ({"window": 7, "context": 2}, "no sliding window between the pieces of context = 2 ranks"),
     ],
 )
-def test_where_cudnn_does_not_run_pallas_does_and_auto_explains_the_choice(case, why):
+def test_where_cudnn_does_not_run_tokamax_does_and_auto_explains_the_choice(case, why):
     with pytest.raises(ConfigError, match=f"attention = cudnn, but .*{why}.*: pass --attention xla"):
         choose_attention("cudnn", **FITS | case)
     choice = choose_attention("auto", **FITS | case)
-    assert choice.name == "pallas" and why in choice.reason
-    assert choose_attention("pallas", **FITS | case).name == "pallas"
+    assert choice.name == "tokamax" and why in choice.reason
+    assert choose_attention("tokamax", **FITS | case).name == "tokamax"
+    others = [name for name in (FITS | case)["installed"] if name != "tokamax"]
+    without = choose_attention("auto", **FITS | case | {"installed": others})
+    assert without.name == "xla" and why in without.reason and "pip install 'megajax[cuda12]'" in without.reason
 
 
-def test_cudnn_has_windows_and_pallas_runs_in_its_interpreter_on_cpus():
+def test_on_blackwell_auto_takes_tokamax_but_for_windows():
+    assert choose_attention("auto", **FITS | {"device": B200}).name == "tokamax"
+    assert choose_attention("auto", **FITS | {"device": B200, "installed": ("cudnn",)}).name == "cudnn"
+    assert choose_attention("auto", **FITS | {"device": B200}, window=7).name == "cudnn"
+    rtx = Device(device_kind="NVIDIA RTX PRO 6000", compute_capability="12.0")
+    assert choose_attention("auto", **FITS | {"device": rtx}).name == "cudnn"
+
+
+def test_tokamax_that_is_not_installed_is_an_error_with_what_to_install():
+    with pytest.raises(
+        ConfigError, match="attention = tokamax, but tokamax is not installed: on Python 3.12 .*pip install"
+    ):
+        choose_attention("tokamax", **FITS | {"installed": ("cudnn",)})
+
+
+def test_cudnn_has_windows_and_tokamax_is_interpreted_on_cpus():
     assert choose_attention("auto", **FITS, window=7)[::2] == ("cudnn", 7)
-    choice = choose_attention("pallas", **FITS | {"device": CPU, "precision": "fp32"})
+    choice = choose_attention("tokamax", **FITS | {"device": CPU, "precision": "fp32", "installed": ("cudnn",)})
     assert choice.interpreted and "interpreter: cpu is not an NVIDIA GPU" in choice.reason
 
 
@@ -255,7 +274,8 @@ def test_compiled_for_h100s_the_kernel_works_in_a_ring():
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_compiled_for_h100s_documents_have_a_kernel_without_scores():
-    """Pallas's: one forward and two backward. The stash holds what it holds for cuDNN's, and the documents' starts."""
+    """tokamax's forward and two of ours backward. The stash holds what it holds for cuDNN's, and the documents' starts."""
+    pytest.importorskip("tokamax")
     shape = dataclasses.replace(LARGE, sequence_length=1536)  # equal to no width
     text, peak = gpu.compile_step(shape, MICROBATCHES, documents=True)
     kernels = ("forward", "backward_query", "backward_key_value")
@@ -268,6 +288,7 @@ def test_compiled_for_h100s_documents_have_a_kernel_without_scores():
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_compiled_for_h100s_documents_and_windows_in_a_ring():
+    pytest.importorskip("tokamax")
     shape = dataclasses.replace(LARGE, sliding_window=700)
     text, _ = gpu.compile_step(shape, MICROBATCHES, documents=True, tensor=2, context=2)
     kernels = ("forward", "backward_query", "backward_key_value")

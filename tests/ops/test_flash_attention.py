@@ -1,4 +1,4 @@
-"""The Pallas kernel in its interpreter, compared with a softmax written out in numpy, in fp64."""
+"""The backward in Pallas's interpreter, after XLA's forward, compared with a softmax written out in numpy, in fp64."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def window(length: int, size: int, start: int = 0) -> np.ndarray:
     return (start + np.arange(length) - (size - 1)).astype(np.int32)
 
 
-# Tiles have 128 queries (64 in the backward) and 64 keys.
+# Tiles have 64 queries and 64 keys.
 CASES = {
     "causal": ((2, 40, 40, 4, 2, 8), True, None),
     "all keys, of another length": ((1, 33, 70, 4, 2, 16), False, None),
@@ -118,12 +118,14 @@ def test_a_backward_with_the_statistics_of_more_keys_is_their_part():
 
 
 def test_tiles_in_which_nothing_is_seen_are_not_computed():
-    """NaN in one document reaches no result of the other, if tiles end where documents do."""
+    """NaN in one document reaches no gradient of the other, if tiles end where documents do."""
     length, start = 150, 128
     arrays, first = inputs(*CASES["window and documents"][0]), documents(length, start)[None]
-    want, late = in_numpy(*arrays, True, first), np.arange(length) >= start
-    for kept in (late, ~late):
-        poisoned = [np.where(kept[:, None, None], a, np.nan) for a in arrays]
-        output, _, *gradients = by_kernel(*poisoned, True, first)
-        for got, want_ in zip((output, *gradients), (want[0], *want[2:]), strict=True):
-            np.testing.assert_allclose(got[:, kept], want_[:, kept], rtol=1e-5, atol=1e-5)
+    output, statistics, *want = in_numpy(*arrays, True, first)
+    statistics = np.float32(statistics)
+    for kept in (np.arange(length) >= start, np.arange(length) < start):
+        poison = lambda a, kept=kept: np.where(kept[:, None, None], np.float32(a), np.nan)  # noqa: E731
+        query, key, value, gradient, output_ = map(poison, (*arrays, output))
+        got = backward(query, key, value, output_, statistics, gradient, causal=True, first=first)
+        for got_, want_ in zip(got, want, strict=True):
+            np.testing.assert_allclose(got_[:, kept], want_[:, kept], rtol=1e-5, atol=1e-5)

@@ -77,7 +77,7 @@ def test_equal_to_plain_attention(ranks, groups, tensor):
         np.testing.assert_allclose(got_, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [XLA, pytest.param(INTERPRETED, marks=pytest.mark.slow)], ids=["xla", "pallas"])
+@pytest.mark.parametrize("kernel", [XLA, pytest.param(INTERPRETED, marks=pytest.mark.slow)], ids=["xla", "interpreted"])
 @pytest.mark.parametrize(("ranks", "groups", "tensor"), [(2, 1, 1), pytest.param(4, 1, 2, marks=pytest.mark.slow)])
 def test_without_a_causal_mask_equal_to_plain_attention(ranks, groups, tensor, kernel):
     """One sample whose last 13 tokens are padding, which ends inside a piece of several ranks, and one without."""
@@ -101,8 +101,8 @@ MASKS = {
 RINGS = {
     "xla, 2": (2, 1, 1, XLA),
     "xla, 4": (4, 1, 2, XLA),
-    "pallas, 2": (2, 2, 1, INTERPRETED),
-    "pallas, 4": (4, 1, 2, INTERPRETED),
+    "interpreted, 2": (2, 2, 1, INTERPRETED),
+    "interpreted, 4": (4, 1, 2, INTERPRETED),
 }
 QUICK = [("xla, 4", "both")]
 

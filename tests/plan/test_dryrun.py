@@ -89,7 +89,7 @@ def test_the_model_prices_every_schedule(name, capsys):
     assert time.bubble > 0 if spec.drains else time.bubble == 0
 
 
-def test_without_cudnn_xlas_attention_is_compiled_and_it_says_so(monkeypatch, capsys):
+def test_without_its_library_xlas_attention_is_compiled_and_it_says_so(monkeypatch, capsys):
     attentions = []
 
     def stops(run, *_):
@@ -106,6 +106,11 @@ def test_without_cudnn_xlas_attention_is_compiled_and_it_says_so(monkeypatch, ca
         assert ("pip install nvidia-cudnn-cu12" in out) != installed
     assert dryrun.main([*FITS.split(), "--attention", "xla"]) == 1
     assert attentions[-1] == "xla" and "nvidia-cudnn" not in capsys.readouterr().out
+    for installed, attention in ((False, "xla"), (True, "tokamax")):
+        monkeypatch.setattr(dryrun, "tokamax_installed", lambda: installed)  # noqa: B023
+        assert dryrun.main([*FITS.split(), "--reset-attention-mask"]) == 1
+        assert attentions[-1] == attention
+        assert ("on GPUs with tokamax its fused attention runs" in capsys.readouterr().out) != installed
 
 
 def test_a_compiler_that_crashes_is_reported(monkeypatch, capsys):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax._src import lib
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import backend
 from jax.sharding import PartitionSpec as P
 
 from megajax.runtime import compat
@@ -111,6 +112,23 @@ def test_a_pallas_kernel_runs_in_the_interpreter_inside_a_shard_map():
     x = np.arange(640, dtype=np.float32).reshape(64, 10)
     factors = np.tile(np.repeat([1, 2], 16), 2)[:, None]
     np.testing.assert_array_equal(jax.jit(run)(x), x * factors)
+
+
+def test_tokamax_is_traced_for_a_device_that_is_not_here():
+    """Passed with tokamax 0.0.17 on jax 0.12.0.1. Its kernels, compiled: tests/ops/test_tokamax_kernels.py."""
+    with compat.tokamax_compiles_for(jax.devices()[0]):
+        assert backend.get_default_device() == jax.devices()[0]  # as without it
+    if not compat.tokamax_installed():
+        pytest.skip("tokamax is not installed: pip install 'megajax[dryrun]' on Python 3.12 or later")
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+    level = logging.getLogger("absl").level
+    with compat.tokamax_compiles_for(device):
+        assert backend.get_default_device() is device
+        assert compat.tokamax().attention["mosaic_gpu"].supported_on(device)
+    assert backend.get_default_device() == jax.devices()[0] and logging.getLogger("absl").level == level
+    assert {"mosaic_gpu", "triton", "xla"} <= {*compat.tokamax().attention} and compat.tokamax().Mask(is_causal=True)
+    assert {"mosaic_gpu", "xla"} <= {*compat.tokamax().ragged_dot}
+    assert compat.tokamax().kernels != compat.tokamax().transposed_kernels and compat.tokamax().AttentionBackward()
 
 
 def library_missing():

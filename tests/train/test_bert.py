@@ -17,7 +17,7 @@ LONG = [
     ((2, 2, 2), "1f1b", 1, 4, {"zero": 3, "vocab_parallel": "tensor"}),
     ((2, 2, 2), "zb_v", 2, 4, {"recompute": "full"}),
     ((1, 4, 1), "eager_1f1b", 1, 4, {"vocab_parallel": "tensor"}),
-    ((2, 4, 1), "gpipe", 1, 8, {"attention": "pallas"}),
+    ((2, 4, 1), "gpipe", 1, 8, {"attention": "tokamax"}),
     ((2, 2, 2), "dualpipe_v", 2, 4, {"recompute": "none"}),
     ((1, 1, 4), "1f1b", 1, 2, {}),
     ((1, 4, 2), "interleaved_1f1b", 2, 8, {"sequence_parallel": False, "recompute": "full", "recompute_blocks": 1}),

@@ -47,7 +47,7 @@ HUGGING_FACE: dict[str, Entry] = {
     "--torch_compile_backend": ("", "not needed: XLA compiles"),
     "--no_cuda": ("--devices cpu:8", "the number of CPU devices"),
     "--use_liger_kernel": ("", "not needed: the step is one compiled program"),
-    "--attn_implementation": ("--attention", "auto, cudnn, pallas or xla"),
+    "--attn_implementation": ("--attention", "auto, cudnn, tokamax or xla"),
     "--logging_steps": ("--log-every", ""),
     "--logging_dir": ("--run-dir", "TensorBoard's files are in it"),
     "--logging_strategy": ("--log-every", "in steps"),

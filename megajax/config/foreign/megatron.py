@@ -189,7 +189,7 @@ MEGATRON: dict[str, Entry] = {
     "--cpu-offloading-num-layers": ("--offload-activations", "of all layers"),
     "--fine-grained-activation-offloading": ("--offload-activations", ""),
     "--use-flash-attn": ("--attention", "auto, the default, takes the fused kernel that the GPU has"),
-    "--attention-backend": ("--attention", "auto, cudnn, pallas or xla"),
+    "--attention-backend": ("--attention", "auto, cudnn, tokamax or xla"),
     "--cuda-graph-impl": ("", "not needed: the step is one compiled program"),
     "--deterministic-mode": ("", "megajax verify --deterministic checks it, and sets the flag of XLA"),
     # data, files and logs
