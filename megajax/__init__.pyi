@@ -9,6 +9,7 @@ from megajax.config import ParallelConfig as ParallelConfig
 from megajax.config import RunConfig as RunConfig
 from megajax.config import TrainConfig as TrainConfig
 from megajax.config import preset as preset
+from megajax.data.user_samples import Samples as Samples
 from megajax.models.interface import ModelContext as ModelContext
 from megajax.models.interface import PipelineModel as PipelineModel
 from megajax.models.interface import register_model as register_model
@@ -21,6 +22,9 @@ from megajax.sharding.rules import AxisRules as AxisRules
 from megajax.train.callbacks import Callback as Callback
 from megajax.train.callbacks import Control as Control
 from megajax.train.check import check as check
+from megajax.train.lr_schedule import SamplesSchedule as SamplesSchedule
+from megajax.train.pipelined import pipelined_forward as pipelined_forward
+from megajax.train.pipelined import pipelined_loss as pipelined_loss
 from megajax.train.trainer import Trainer as Trainer
 
 __version__: str

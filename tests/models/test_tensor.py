@@ -12,8 +12,10 @@ def test_a_block_gathers_six_times_and_scatters_four_times():
 
     The gradient of a row-parallel product in particular is gathered once, not for each of the matmuls that take it.
     """
-    text, _ = gpu.compile_step(gpu.LARGE, 4, data=2, tensor=2, recompute="selective", attention="xla")
-    found = [c for c in hlo.collectives(text) if c.in_loop and not c.conditional]
+    layout = {"data": 2, "tensor": 2, "recompute": "selective", "attention": "xla"}
+    text, _ = gpu.compile_step(gpu.LARGE, 4, **layout)
+    counts = hlo.loop_trip_counts(gpu.run_of(gpu.LARGE, 4, **layout))
+    found = [c for c in hlo.read(text, counts).collectives if c.in_loop and c.scope != "ends"]
     runs = 4 * gpu.LARGE.layers
     whole = gpu.LARGE.sequence_length * gpu.LARGE.hidden * 2
     made = {kind: sum(c.times * c.bytes for c in found if c.kind == kind) for kind in ("all-gather", "reduce-scatter")}

@@ -245,9 +245,11 @@ MICROBATCHES, RUNS = 4, 8  # of a block, forward and backward, in a step
 
 @pytest.mark.compiler
 def test_compiled_for_h100s_the_kernel_runs_once_each_way():
-    text, peak = gpu.compile_step(LARGE, MICROBATCHES, data=2, tensor=2, recompute="selective", attention="cudnn")
-    assert hlo.read(text).kernels == {"__cudnn$fmhaSoftmax": RUNS, "__cudnn$fmhaSoftmaxBackward": RUNS}
-    plain, more = gpu.compile_step(LARGE, MICROBATCHES, data=2, tensor=2, recompute="selective", attention="xla")
+    layout = {"data": 2, "tensor": 2, "recompute": "selective"}
+    text, peak = gpu.compile_step(LARGE, MICROBATCHES, **layout, attention="cudnn")
+    counts = hlo.loop_trip_counts(gpu.run_of(LARGE, MICROBATCHES, **layout, attention="cudnn"))
+    assert hlo.read(text, counts).kernels == {"__cudnn$fmhaSoftmax": RUNS, "__cudnn$fmhaSoftmaxBackward": RUNS}
+    plain, more = gpu.compile_step(LARGE, MICROBATCHES, **layout, attention="xla")
     assert not hlo.read(plain).kernels
     scores = LARGE.heads // 2 * LARGE.sequence_length**2 * 2  # bytes of one layer's, on one rank
     assert more - peak > scores

@@ -116,7 +116,7 @@ class EveryFourth:
     output, failed = SimpleNamespace(save_every=4), False
 
     def __init__(self, clocks):
-        self.clocks = clocks
+        self.clocks, self.completed = clocks, []
 
     def save(self, layout, state, progress):
         self.clocks.reach(self.clocks.now + SAVE)

@@ -16,6 +16,7 @@ class Saves:
 
     def __init__(self, every: int):
         self.output, self.failed, self.saved, self.waited = types.SimpleNamespace(save_every=every), False, [], []
+        self.completed = []
 
     def save(self, layout, state, progress):
         self.saved.append(progress.step)
