@@ -107,6 +107,8 @@ def _words(field: dataclasses.Field, value: Any) -> str:
     if isinstance(value, bool):
         return name if value else "--no-" + name[2:]
     if isinstance(value, tuple):
+        if field.metadata["list_style"] == "repeat" and value:
+            return " ".join(f"{name} {one}" for one in value)
         separator = " " if field.metadata["list_style"] == "words" else ","
         return f"{name} {separator.join(map(str, value)) or 'none'}"
     return f"{name} {'none' if value is None else value}"

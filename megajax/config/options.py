@@ -186,7 +186,16 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
     if field.metadata["list_style"] == "words":
         group.add_argument(flag, nargs="+", type=_reader(field), action=_Words, metavar=metavar_of(field), help=shown)
         return
-    group.add_argument(flag, type=_reader(field), metavar=metavar_of(field), help=shown)
+    repeated = {"action": _Repeated} if field.metadata["list_style"] == "repeat" else {}
+    group.add_argument(flag, type=_reader(field), metavar=metavar_of(field), help=shown, **repeated)
+
+
+class _Repeated(argparse.Action):
+    """Adds an option's value to the tuple of those before; "none" empties it."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = getattr(namespace, self.dest, ())
+        setattr(namespace, self.dest, () if values == "none" else (*before, values))
 
 
 class _Words(argparse.Action):
@@ -200,7 +209,7 @@ def _reader(field: dataclasses.Field) -> Callable[[str], Any]:
     """The parser of an option's text, or of each of its words, for a field."""
     if field.metadata["text_kind"] == "path":
         return local_path
-    if field.metadata["list_style"] == "words":
+    if field.metadata["list_style"] in ("words", "repeat"):
         return plain_text
     return _readers()[field.type]
 

@@ -70,6 +70,13 @@ class TrainConfig:
         text_kind="path",
         shown_default="random weights",
     )
+    freeze: tuple[str, ...] = setting(
+        (),
+        'parameters that are not trained, a pattern of paths such as "blocks/attention/*" (fnmatch: a * is any characters); '
+        "can be repeated",
+        metavar="PATTERN",
+        list_style="repeat",
+    )
     precision: str = setting(
         "bf16", "data type of the forward and backward pass; weights stay fp32", ("bf16", "fp32", "fp16")
     )

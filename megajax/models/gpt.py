@@ -147,7 +147,7 @@ class GPT(NNXModel):
 
     def apply_measurements(self, updates: Tree, measurements: Mapping[str, jax.Array]) -> Tree:
         """Moves the biases that balance experts."""
-        if not self.config.experts or not self.config.balance_bias_rate:
+        if not self.config.balance_bias_rate or "expert_load" not in measurements:
             return updates
         return moe.move_biases(updates, measurements["expert_load"], self.config.balance_bias_rate)
 

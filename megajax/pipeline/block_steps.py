@@ -4,6 +4,9 @@ The forward calls `jax.vjp(block, weights, x)` and writes to the stash the block
 saved beyond its arguments and the microbatch. Which residuals these are, the block decides with `jax.checkpoint`. Weights
 are arguments, so the backward reads them from where they are stored; they are never copied to the stash. The backward
 rebuilds the VJP from the stash and adds the weight gradients to fp32 accumulators in place.
+
+Weights that are not trained (`trained.py`) are no arguments of the VJP, but are not copied to the stash either: the backward
+reads those that it needs as the forward does.
 """
 
 import dataclasses
@@ -21,6 +24,7 @@ from megajax.pipeline.jaxprs import with_fp32_gradients
 from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import empty_stash
+from megajax.pipeline.trained import merge, only_trained, split
 from megajax.pipeline.uneven import StageBlocks
 from megajax.runtime.compat import vjp_residuals
 from megajax.sharding.zero import ZeroSharding
@@ -40,7 +44,7 @@ class BlockSteps:
       blocks: the numbers of the stages' blocks.
       cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
         runs, and its gradient is reduce-scattered at once. None: no weight is.
-      in_place, unrolled: as for `stage.Stack`.
+      in_place, unrolled, trained: as for `stage.Stack`.
       per_chunk: slots for blocks in a chunk.
     """
 
@@ -53,11 +57,13 @@ class BlockSteps:
         cut: Tree | None,
         in_place: bool,
         unrolled: bool,
+        trained: Tree | None = None,
     ):
         """Arguments: see above."""
         self.block, self.weights, self.blocks, self.per_chunk = block, weights, blocks, blocks.slots
-        self.in_place, self.unrolled = in_place, unrolled
+        self.in_place, self.unrolled, self.trained = in_place, unrolled, trained
         self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
+        self.trained_cut = only_trained(self.cut, trained)
 
     @property
     def chunks(self) -> int:
@@ -66,7 +72,7 @@ class BlockSteps:
 
     def empty_gradients(self) -> Tree:
         """As `Stack.empty_gradients`."""
-        zeros = fp32_zeros(self.weights)
+        zeros = fp32_zeros(only_trained(self.weights, self.trained))
         return tuple(jax.tree.map(lambda a: a[0], zeros) for _ in range(self.per_chunk)) if self.unrolled else zeros
 
     def empty_stash(self, slots: int, x: jax.Array, microbatch: Tree, *, on_host: bool) -> Tree:
@@ -78,7 +84,7 @@ class BlockSteps:
         """As `Stack.empty_kept`."""
 
         def keep(x, microbatch, layer):
-            vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)
+            vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)[0]
             residuals = vjp_residuals(vjp)
             return self._split(VJPTemplate(vjp, ()), residuals, weights, x).input(residuals, weights, x, x)[2]
 
@@ -90,7 +96,7 @@ class BlockSteps:
 
         def step(slot, place, zero, state):
             (x,), weights = state, self._weights(place)
-            y = self.block(weights, x, work.microbatch, self.blocks.number(work.stage, slot))
+            y = self.block(merge(*weights), x, work.microbatch, self.blocks.number(work.stage, slot))
             return (self.blocks.select(work.stage, slot, y, x),)
 
         return step
@@ -100,11 +106,11 @@ class BlockSteps:
 
         def step(slot, place, zero, state):
             x, buffer, records = state
-            y, vjp = self._vjp(place, self.blocks.number(work.stage, slot), x, work.microbatch)
+            y, vjp, given = self._vjp(place, self.blocks.number(work.stage, slot), x, work.microbatch)
             y = self.blocks.select(work.stage, slot, y, x)
             stash = dataclasses.replace(work.stash, buffer=buffer)
             records = work.record(records, place, input=x, output=y)
-            return y, stash.write(slot, (saved_residuals(vjp, work.microbatch), x)), records
+            return y, stash.write(slot, (saved_residuals(vjp, given), x)), records
 
         return step
 
@@ -125,8 +131,8 @@ class BlockSteps:
 
             records = work.record(records, place, output_gradient=dy, input_gradient=dx)
             if not self.unrolled:
-                return dx, jax.tree.map(add, gradients, dw, self.cut), records
-            new = jax.tree.map(add, gradients[place], dw, self.cut)
+                return dx, jax.tree.map(add, gradients, dw, self.trained_cut), records
+            new = jax.tree.map(add, gradients[place], dw, self.trained_cut)
             return dx, (*gradients[:place], new, *gradients[place + 1 :]), records
 
         return step
@@ -175,14 +181,15 @@ class BlockSteps:
         return split_backward(template.backward, residuals, weights, x, x)
 
     def _saved(self, slot, place, work: ChunkWork, template: VJPTemplate, zero) -> tuple[Tree, Tree, jax.Array]:
-        """The arguments of a block's backward: residuals, weights, and the block's input."""
+        """The arguments of a block's backward: residuals, weights that are trained, and the block's input."""
         saved, x = work.stash.read(slot, zero)
-        return template.residuals(saved, work.microbatch), self._weights(place), x
+        weights, frozen = self._weights(place)
+        return template.residuals(saved, (work.microbatch, frozen)), weights, x
 
-    def _weights(self, index) -> Tree:
-        """The weights of one block, all-gathered over `data` where they are sharded over it."""
+    def _weights(self, index) -> tuple[Tree, Tree]:
+        """The weights of one block, trained and frozen, all-gathered over `data` where they are sharded over it."""
         one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
-        return jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut)
+        return split(jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut), self.trained)
 
     def _add(self, totals: Tree, new: list, place, is_late: Tree, late: bool) -> Tree:
         """Adds the gradients `new`, in order, to the accumulators whose flag in `is_late` equals `late`."""
@@ -191,10 +198,13 @@ class BlockSteps:
         def add(total, flag, cut):
             return self._add_at(total, place, cut.scatter(next(values).astype(total.dtype))) if flag == late else total
 
-        return jax.tree.map(add, totals, is_late, self.cut)
+        return jax.tree.map(add, totals, is_late, self.trained_cut)
 
-    def _vjp(self, index, layer, x, microbatch):
-        return jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), self._weights(index), x)
+    def _vjp(self, index, layer, x, microbatch) -> tuple:
+        """(y, its VJP for the trained weights and x, the other arrays that the backward has too)."""
+        weights, frozen = self._weights(index)
+        run = lambda weights, x: self.block(merge(weights, frozen), x, microbatch, layer)  # noqa: E731
+        return *jax.vjp(run, weights, x), (microbatch, frozen)
 
     def _add_at(self, total: jax.Array, place, new: jax.Array) -> jax.Array:
         """`total[place] += new`. With `in_place` nothing may stand between a matmul and this addition."""
@@ -206,4 +216,4 @@ class BlockSteps:
         return lax.dynamic_update_slice(total, sum_[None], (place, *[0] * new.ndim))
 
     def _template(self, x, microbatch) -> VJPTemplate:
-        return VJPTemplate.of(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch)
+        return VJPTemplate.of(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1:], x, microbatch)

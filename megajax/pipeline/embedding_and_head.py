@@ -15,6 +15,7 @@ from jax import lax
 from megajax.pipeline.layout import vary
 from megajax.pipeline.loops import prevent_hoisting, run_one_of, which
 from megajax.pipeline.slots import TickRow
+from megajax.pipeline.trained import merge, split
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, Segment
 
 Tree = Any
@@ -25,7 +26,7 @@ class EndState(NamedTuple):
     """What embedding and head read and update at a tick's end. Shapes are those on one rank and replica."""
 
     embedded: jax.Array  # [samples, sequence, hidden], the embedding for the first stage's next forward; () if unused
-    shared_gradients: Tree  # fp32
+    shared_gradients: Tree  # fp32, of the weights that are trained
     output: Tree  # [microbatches, ...]: each microbatch's loss, or the result of `collect`
     gradients: jax.Array  # inbox of received gradients, [slots + 1, samples, sequence, hidden]
 
@@ -43,6 +44,7 @@ class EmbeddingAndHead:
       constrain: the sharding constraint of an activation.
       cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients; None without backwards.
       collect: see `executor.forward_function`; None with backwards.
+      trained: mask of the weights in `shared` that have gradients; None: all.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class EmbeddingAndHead:
         constrain: Callable[[jax.Array], jax.Array],
         cotangents: jax.Array | None,
         collect: Callable | None,
+        trained: Tree | None = None,
     ):
         self.functions, self.shared, self.microbatch, self.constrain = functions, shared, microbatch, constrain
-        self.cotangents, self.collect = cotangents, collect
+        self.cotangents, self.collect, self.trained = cotangents, collect, trained
 
     def of_tick(
         self, segment: Segment, y: jax.Array, dx: jax.Array, row: TickRow, following: TickRow
@@ -98,7 +101,10 @@ class EmbeddingAndHead:
             return state._replace(output=jax.tree.map(place, state.output, vary(result)))
         cotangent = jnp.where(last, self.cotangents[index], 0)
         y, microbatch, cotangent = prevent_hoisting(zero, (*inputs, cotangent))
-        loss, vjp = jax.vjp(lambda shared, y: self.functions.head_loss(shared, y, microbatch), self.shared, y)
+        trained, frozen = split(self.shared, self.trained)
+        loss, vjp = jax.vjp(
+            lambda trained, y: self.functions.head_loss(merge(trained, frozen), y, microbatch), trained, y
+        )
         shared, dy = vjp(cotangent.astype(loss.dtype))
         gradients = lax.dynamic_update_index_in_dim(state.gradients, self.constrain(dy), row.loss_gradient, 0)
         return state._replace(
@@ -109,11 +115,14 @@ class EmbeddingAndHead:
 
     def embed_backward(self, zero: jax.Array, state: EndState, dx: jax.Array, row: TickRow) -> EndState:
         """The gradients of the embedding, where the first stage completes a microbatch's backward with gradient `dx`."""
+        if not jax.tree.leaves(state.shared_gradients):
+            return state
         complete = row.backward.part == row.backward.parts - 1
         first = (row.backward.on == 1) & complete & (row.backward.first == 1)
         inputs = jnp.where(first, dx, 0), self.microbatch(row.embed_backward.microbatch)
         cotangent, microbatch = prevent_hoisting(zero, inputs)
-        _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, microbatch), self.shared)
+        trained, frozen = split(self.shared, self.trained)
+        _, vjp = jax.vjp(lambda trained: self.functions.embed(merge(trained, frozen), microbatch), trained)
         return state._replace(shared_gradients=_accumulate(state.shared_gradients, vjp(cotangent)[0]))
 
 

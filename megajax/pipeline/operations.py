@@ -61,6 +61,7 @@ class Operations:
             unrolled=options.unrolled,
             counts=options.block_counts,
             where=options.stage_kinds,
+            trained=options.trained and options.trained["blocks"],
         )
 
     @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations

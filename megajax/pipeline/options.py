@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -39,6 +40,7 @@ class ExecutorOptions:
       block_counts: blocks of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
       stage_kinds: the layers of each stage, of a model that has several kinds of them (`stage.py`); not with `merged` and
         `unrolled`, and with `compute_bubbles` only if `same_stages`. None: there is one kind.
+      trained: mask like params of those that have gradients (`trained.py`). None: all.
       statistics: `statistics(x, microbatch) -> fp32 [samples, k]`, recorded for the arrays between blocks; see `records`.
         None: nothing is recorded.
     """
@@ -55,6 +57,7 @@ class ExecutorOptions:
     poison_bubbles: bool = False
     block_counts: tuple[int, ...] | None = None
     stage_kinds: StageLayers | None = None
+    trained: Any = None
     statistics: Callable | None = None
 
 

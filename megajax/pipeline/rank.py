@@ -20,6 +20,7 @@ from megajax.pipeline.operations import Operations
 from megajax.pipeline.options import SEND, ExecutorOptions, embeds_ahead
 from megajax.pipeline.records import empty_records
 from megajax.pipeline.slots import Tables, TickRow
+from megajax.pipeline.trained import only_trained
 from megajax.runtime.compat import set_xla_metadata
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 
@@ -66,6 +67,7 @@ class Rank:
         self.functions, self.table, self.schedule, self.options = functions, table, table.schedule, options
         self.collect, self.constrain = collect, options.constrain
         self.shared = vary(params["shared"])
+        self._trained = options.trained and options.trained["shared"]
         self.blocks = Operations(functions, table, options, params, batch, collects=collect is not None)
 
     def start(self) -> Carry:
@@ -84,7 +86,7 @@ class Rank:
                     self.blocks.stack.empty_stash(self.table.stash_slots, x, first, on_host=self.options.offload)
                 )
             kept = vary(self.blocks.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
-            totals = vary((self.blocks.stack.empty_gradients(), fp32_zeros(self.shared)))
+            totals = vary((self.blocks.stack.empty_gradients(), fp32_zeros(self.trained_shared)))
             output = vary(jnp.zeros(count, jnp.float32))
         else:
             stash, kept, totals = (), (), ((), ())
@@ -97,6 +99,11 @@ class Rank:
         unfinished = x if any(segment.overlaps for segment in self.schedule.segments) else ()
         iterations = vary(jnp.int32(0))
         return Carry(stash, activations, gradients, x, unfinished, kept, *totals, output, iterations, records, embedded)
+
+    @property
+    def trained_shared(self) -> Tree:
+        """The weights outside of the blocks that have gradients."""
+        return only_trained(self.shared, self._trained)
 
     def embeds_ahead(self, segment: Segment) -> bool:
         """Whether the segment's ticks are merged or mixed, and so embed for the next tick (`run_ends`)."""
@@ -111,7 +118,13 @@ class Rank:
           cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients.
         """
         self.ends = EmbeddingAndHead(
-            self.functions, self.shared, self.blocks.microbatch, self.constrain, cotangents, self.collect
+            self.functions,
+            self.shared,
+            self.blocks.microbatch,
+            self.constrain,
+            cotangents,
+            self.collect,
+            self._trained,
         )
         columns, names = jax.tree.flatten(rows)
         table = jnp.stack(columns, axis=1)  # one array, so that a tick reads its row in one kernel

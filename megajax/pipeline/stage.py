@@ -54,6 +54,7 @@ class Stack(ChunkParts):
       in_place: XLA's matmuls and conditionals update arrays in place; see `_run_blocks`.
       unrolled: blocks are traced one after the other, without a loop; the stack has one chunk, and one kind.
       where: the layers of each stage, of several kinds. None: all are of one kind.
+      trained: mask of the weights that are trained (`trained.py`), a tree of the stack. None: all.
       kinds: the blocks of each kind.
     """
 
@@ -68,16 +69,18 @@ class Stack(ChunkParts):
         unrolled: bool = False,
         counts: Sequence[int] | None = None,
         where: StageLayers | None = None,
+        trained: Tree | None = None,
     ):
         """Arguments: see above, `block` and `cut` of `BlockSteps`, and `counts` of `StageBlocks`."""
         self.weights, self.per_chunk, self.where = weights, per_chunk, where
         self.in_place, self.unrolled = in_place, unrolled
         make = functools.partial(BlockSteps, block, in_place=in_place, unrolled=unrolled)
         if where is None:
-            self.kinds = {ONE: make(weights, StageBlocks(per_chunk, counts), cut=cut)}
+            self.kinds = {ONE: make(weights, StageBlocks(per_chunk, counts), cut=cut, trained=trained)}
             return
         names = where.kind_names
-        self.kinds = {kind: make(weights[kind], StageBlocks.of_kind(where.of(kind)), cut=cut[kind]) for kind in names}
+        of = lambda kind: {"cut": cut[kind], "trained": trained and trained[kind]}  # noqa: E731
+        self.kinds = {kind: make(weights[kind], StageBlocks.of_kind(where.of(kind)), **of(kind)) for kind in names}
         rows = [[*row, *[None] * (per_chunk - len(row))] for row in where.stage_kinds]
         slots = [[row[:number].count(kind) for number, kind in enumerate(row)] for row in rows]
         self._kinds = jnp.array([[names.index(kind) if kind else -1 for kind in row] for row in rows])
@@ -85,7 +88,7 @@ class Stack(ChunkParts):
         self._order = jnp.array([where.orders.index(row) for row in where.stage_kinds])
 
     def empty_gradients(self) -> Tree:
-        """Zero accumulators for `backward`: fp32, like the weights; with `unrolled` a tuple of those of each block.
+        """Zero accumulators for `backward`: fp32, like the trained weights; with `unrolled` a tuple of those of each block.
 
         In a program without loops XLA adds a matmul's result in place to an array of its own, not to a part of one.
         """

@@ -29,6 +29,7 @@ from megajax.pipeline.executor import ExecutorOptions, forward_function, gradien
 from megajax.pipeline.layout import batch_spec, is_spec, leading_sizes, map_kinds, of_all_layers
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.pipeline.program import StepProgram
+from megajax.pipeline.trained import merge, only_trained, split, trained_mask
 from megajax.runtime.compat import updates_in_place
 from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import make_schedule
@@ -39,7 +40,7 @@ from megajax.train.deadlocks import with_check
 from megajax.train.latency_estimates import latency_options, with_latencies
 from megajax.train.lr_schedule import learning_rate
 from megajax.train.optimizer import MakeOptimizer, make_optimizer, samples_trained
-from megajax.train.precision import LossScale, cast, compute_dtype, make_loss_scale
+from megajax.train.precision import LossScale, cast_frozen, compute_dtype, make_loss_scale, to_compute
 
 Tree = Any
 
@@ -49,8 +50,8 @@ Tree = Any
 class TrainState:
     """All that training carries from step to step."""
 
-    params: Tree  # fp32; blocks in pipeline layout (pipeline/layout.py)
-    optimizer_state: Tree
+    params: Tree  # fp32, frozen ones in the compute dtype; blocks in pipeline layout (pipeline/layout.py)
+    optimizer_state: Tree  # of the parameters that are trained
     loss_scale: LossScale
     in_flight: Tree = ()  # microbatches of a pipeline that is not drained between steps (pipeline/pipedream_2bw.py)
 
@@ -67,6 +68,7 @@ class Training:
       schedule, where: the program's table, and its layers of each pipeline stage.
       model: the run's model in training.
       rules: the sharding rules.
+      trained: mask of the parameters that are trained; None: all (`pipeline/trained.py`).
     """
 
     def __init__(
@@ -84,15 +86,16 @@ class Training:
         self.model = self._model(training=True)
         self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
         shapes = model_shapes(run, self.model_class, self.rules)
-        self.specs = parameter_specs(shapes, run.parallel, self.rules)
+        self.trained = trained_mask(self.model, run.train.freeze)
+        self.specs = parameter_specs(shapes, run.parallel, self.rules, self.trained)
         self.params_sharding = self._named(self.specs.stored)
         self.optimizer = make_optimizer(
             run.train,
-            self.model.decay_mask(),
-            self.model.logical_axes(),
+            self.only_trained(self.model.decay_mask()),
+            self.only_trained(self.model.logical_axes()),
             optimizer,
             vocabulary=getattr(run.model, "vocabulary", None),
-            on_whole_layers=on_whole_layers(mesh, self.specs.stored),
+            on_whole_layers=on_whole_layers(mesh, self.only_trained(self.specs.stored)),
         )
         self.executor_options = ExecutorOptions(
             constrain=lambda x: self.rules.constrain(x, *self.model.activation_axes),
@@ -105,6 +108,7 @@ class Training:
             compute_bubbles=program.computes_bubbles,
             block_counts=None if self.where.kinds else self.where.unequal_counts,
             stage_kinds=self.where if self.where.kinds else None,
+            trained=self.trained,
         )
         self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()
@@ -135,6 +139,10 @@ class Training:
     def refilled(self, state: TrainState, batch: Callable[[int], Tree], consumed_samples: int) -> TrainState:
         """The state to resume from, of one that a checkpoint holds; `batch(consumed_samples)` is the next batch."""
         return state
+
+    def only_trained(self, tree: Tree) -> Tree:
+        """Of a tree like the parameters what is trained; gradients and optimizer state are like it."""
+        return only_trained(tree, self.trained)
 
     def step_shapes(self) -> tuple[TrainState, Tree]:
         """The arguments of `train_step` as jax.ShapeDtypeStruct: enough to compile it, without data and without devices."""
@@ -173,7 +181,7 @@ class Training:
     def loss_and_gradients(
         self, params: Tree, batch: Tree, *, scale: float = 1.0, poison_bubbles: bool = False
     ) -> tuple[jax.Array, Tree]:
-        """Mean loss, and fp32 gradients of `scale` times it in the layout of `params`, without an update."""
+        """Mean loss, and fp32 gradients of `scale` times it in the layout of `only_trained(params)`, without an update."""
         with jax.set_mesh(self.mesh):
             return self._gradients(params, self.place(batch), np.float32(scale), poison_bubbles)
 
@@ -214,15 +222,15 @@ class Training:
 
     def _cast(self, params: Tree) -> Tree:
         """The parameters to compute with: first cast, then gathered from their stored sharding."""
-        dtype = compute_dtype(self.run.train.precision)
-        params = jax.tree.map(lambda p, fp32: p if fp32 else cast(p, dtype), params, self.model.fp32_mask())
+        params = to_compute(params, self.model.fp32_mask(), self.run.train.precision)
         params = jax.lax.with_sharding_constraint(params, self._named(self.specs.computed))
         return {**params, "blocks": group_blocks(params["blocks"], self.run.parallel.recompute_blocks)}
 
     def _gradients_of(self, params: Tree, gradients: Tree) -> Tree:
         """The executor's gradients, sharded as parameters are stored."""
-        gradients = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), gradients, params)
-        return jax.lax.with_sharding_constraint(gradients, self.params_sharding)
+        like = self.only_trained(params)
+        gradients = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), gradients, like)
+        return jax.lax.with_sharding_constraint(gradients, self.only_trained(self.params_sharding))
 
     def _inputs(self, params: Tree, batch: Tree, cotangent: jax.Array | float = 1.0) -> tuple[Tree, Tree, Tree]:
         """The executor's arguments: parameters, the batch, and arrays that need collectives before the ticks start.
@@ -239,7 +247,7 @@ class Training:
 
     def _fresh_state(self) -> TrainState:
         params = self.fresh_params()
-        return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train))
+        return TrainState(params, self.optimizer.init(self.only_trained(params)), make_loss_scale(self.run.train))
 
     def fresh_params(self) -> Tree:
         """Initial parameters as they are stored; to be traced."""
@@ -248,7 +256,8 @@ class Training:
         one = lambda where: lambda leaf, sharding: arrange(leaf, where, sharding)  # noqa: E731
         of_kind = lambda where, blocks, shardings: jax.tree.map(one(where), blocks, shardings)  # noqa: E731
         place = lambda blocks, where: map_kinds(of_kind, where, blocks, shardings)  # noqa: E731
-        return initial_params(shapes, self.run.parallel, key, self.schedule.placement, place)
+        params = initial_params(shapes, self.run.parallel, key, self.schedule.placement, place)
+        return cast_frozen(params, self.trained, self.model.fp32_mask(), self.run.train.precision)
 
     def _train_step(self, state: TrainState, batch: Tree, hold: jax.Array):
         return self.traced_step(state, batch, hold)[0]
@@ -279,15 +288,16 @@ class Training:
         batch_size = math.prod(leading_sizes(batch))
         if self.run.train.batch_ramp and "sample" in batch:  # some batches are padded, see data/ramp.py
             batch_size = (batch["sample"] != np.uint32(PADDING)).sum(dtype=jnp.int32)
+        params, frozen = split(state.params, self.trained)
         updates, optimizer_state = self.optimizer.update(
-            gradients, state.optimizer_state, state.params, batch_size=batch_size
+            gradients, state.optimizer_state, params, batch_size=batch_size
         )
         updates = self.model.apply_measurements(updates, measurements)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite & ready, n, o), new, old)  # noqa: E731
         scale = jax.tree.map(lambda n, o: jnp.where(ready, n, o), state.loss_scale.update(finite), state.loss_scale)
         new = dataclasses.replace(
             state,
-            params=keep(optax.apply_updates(state.params, updates), state.params),
+            params=merge(keep(optax.apply_updates(params, updates), params), frozen),
             optimizer_state=keep(optimizer_state, state.optimizer_state),
             loss_scale=scale,
         )
@@ -358,7 +368,8 @@ class Training:
     def _state_sharding(self) -> TrainState:
         replicated, shapes = NamedSharding(self.mesh, P()), self.state_shapes
         label = lambda path: "/".join(["optimizer_state", name_of(path)])  # noqa: E731
-        specs = state_specs(self.optimizer.init, shapes.params, self.specs.stored, label)
+        own = (self.only_trained(tree) for tree in (shapes.params, self.specs.stored))
+        specs = state_specs(self.optimizer.init, *own, label)
         loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
         return TrainState(self.params_sharding, self._named(specs), loss_scale)
 

@@ -213,6 +213,7 @@ class Trainer:
         return [
             f"model     {model.name}: {count_parameters(self.training):,} parameters, "
             f"{counted(model.layers, 'layer')}{size}",
+            *self._trained(),
             f"mesh      data {parallel.data} x {context}pipe {parallel.pipe} x tensor {parallel.tensor} on "
             f"{counted(devices.size, f'{devices.flat[0].device_kind} device')}, {run.train.precision}, "
             f"sequence parallel {sequence_parallel}, recompute {parallel.recompute}{groups}",
@@ -221,6 +222,16 @@ class Trainer:
             *(f"data      {line}" for line in self.data.description),
             *([f"peak      {reference}"] if peak else []),
         ]
+
+    def _trained(self) -> list[str]:
+        """A line with the number of parameters that are trained, if some are frozen."""
+        if self.training.trained is None:
+            return []
+        params = self.training.state_shapes.params
+        own, every = (
+            sum(leaf.size for leaf in jax.tree.leaves(t)) for t in (self.training.only_trained(params), params)
+        )
+        return [f"trained   {own:,} of {every:,} parameters ({own / every:.3%}), all others are frozen"]
 
     def _changed(self) -> list[str]:
         """A line with the options that differ from the defaults, if any do."""
