@@ -16,6 +16,7 @@ from flax import nnx
 
 from megajax.config import ModelConfig, padded_vocabulary
 from megajax.config.layer_kinds import SPARSE
+from megajax.config.lora import is_base
 from megajax.models import moe, remat
 from megajax.models.costs import ModelCosts
 from megajax.models.ids import Ids
@@ -130,6 +131,10 @@ class GPT(NNXModel):
     saved_names = remat.MODES
     vocabulary_over_pipe = True
     scaled_arrays = moe.SCALED
+
+    def trains(self, name: str, of: nnx.Param) -> bool:
+        """With adapters, only these."""
+        return super().trains(name, of) and not is_base(self.config, name)
 
     @property
     def measured_kind(self) -> str | None:
