@@ -31,7 +31,7 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     "inspect": _words("--arrays --sample --trust --verify"),
     "import": LAUNCH | _words("--end-of-document --run-dir --sequence-length --tokenizer"),
     "import-megatron": LAUNCH | _words("--end-of-document --run-dir --sequence-length --step --tokenizer --vocabulary"),
-    "export": LAUNCH | _words("--dtype --max-shard-size --out --step"),
+    "export": LAUNCH | _words("--dtype --max-shard-size --out --peft --step"),
     "generate": LAUNCH
     | _words(
         "--apply-chat-template --batch --chat-template --data --devices --generation-config --ignore-end --init-from "

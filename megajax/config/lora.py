@@ -5,20 +5,25 @@ values are one matmul here, and so are the MLP's gate and up projection; "q_proj
 the outputs, "linear_qkv" one for all three, as `c_attn` of GPT-2.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
 from megajax.config.errors import ConfigError
 
 __all__ = [
+    "ROW",
     "TARGETS",
     "Target",
     "adapter_sizes",
+    "base_model",
     "check_lora",
     "is_base",
     "lora_parameters",
     "lora_scale",
     "lora_targets",
+    "part_range",
+    "parts_of",
 ]
 
 
@@ -87,6 +92,22 @@ def lora_targets(model: Any) -> tuple[str, ...]:
 def lora_scale(model: Any) -> float:
     """The factor of an adapter's product, alpha / rank."""
     return (model.lora if model.lora_alpha is None else model.lora_alpha) / model.lora
+
+
+def parts_of(model: Any, name: str) -> int:
+    """Elements of the axis of a matmul's outputs that a target is a part of."""
+    return model.heads // model.key_value_heads + 2 if TARGETS[name].matmul == "qkv" else 2
+
+
+def part_range(name: str, size: int) -> tuple[int, int]:
+    """Start and stop of a target on that axis, of `size` elements."""
+    start, stop = TARGETS[name].part
+    return start % size, size if stop is None else stop if stop > 0 else size + stop
+
+
+def base_model(model: Any) -> Any:
+    """The configuration without adapters."""
+    return dataclasses.replace(model, lora=0, lora_alpha=None, lora_targets=(), lora_dropout=0.0)
 
 
 def is_base(model: Any, name: str) -> bool:

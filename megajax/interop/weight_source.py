@@ -9,15 +9,19 @@ import hashlib
 import pathlib
 from typing import Any, Protocol
 
+import jax
+
 from megajax.checkpoint.directory import NAME, complete_steps
-from megajax.checkpoint.layout import StateLayout
+from megajax.checkpoint.layout import StateLayout, name_of, named
 from megajax.checkpoint.run_files import MODEL
 from megajax.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Request, parse
+from megajax.config.lora import base_model
 from megajax.data.hub import local_directory
 from megajax.data.source import tokenizer_of_model
 from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_hash
 from megajax.interop.hugging_face.config import read_config, tokenizer_options
+from megajax.pipeline.trained import merge, split
 from megajax.runtime.exchange import broadcast
 
 __all__ = ["HuggingFaceSource", "RunDirectorySource", "WeightSource", "WeightTarget", "files_stamp", "open_source"]
@@ -131,8 +135,27 @@ class RunDirectorySource:
         from megajax.checkpoint import reader
 
         meta = {"name": self.tokenizer.name, "hash": tokenizer_hash(self.tokenizer)}
-        state = reader.load(self.path, target.run, target.params_layout, meta)[0]
-        return target.weights(state.pop("params"))
+        layout = target.params_layout
+        stored = {name.removeprefix("params/") for name in named(reader.arrays_in(self.path))}
+        has = lambda path, _: name_of(path) in stored  # noqa: E731
+        mask = jax.tree_util.tree_map_with_path(has, layout.shapes["params"])
+        (own, base), (shardings, others) = (split(tree["params"], mask) for tree in (layout.shapes, layout.shardings))
+        source = target.run.train.init_from
+        if source is None or not jax.tree.leaves(base):
+            return target.weights(reader.load(self.path, target.run, layout, meta)[0].pop("params"))
+        # A run that trained adapters: the checkpoint has these, and not the model that they are for.
+        part = dataclasses.replace(layout, shapes={"params": own}, shardings={"params": shardings})
+        params = reader.load(self.path, target.run, part, meta)[0].pop("params")
+        whole = dataclasses.replace(layout, shapes=base, shardings=others)
+        return target.weights(merge(params, _base_params(source, base_model(target.run.model), whole)))
+
+
+def _base_params(source: str, model: Any, layout: StateLayout) -> Tree:
+    """The weights in `layout` of the model that a run has started from."""
+    from megajax.interop.hugging_face.weights import load_params
+
+    path = pathlib.Path(local_directory(source, "--init-from"))
+    return load_params(path, read_config(path)[0].name, model, layout)
 
 
 class HuggingFaceSource:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.config import ModelConfig
-from megajax.config.lora import ROW, TARGETS, lora_scale, lora_targets
+from megajax.config.lora import ROW, TARGETS, lora_scale, lora_targets, part_range
 from megajax.models.interface import ModelContext
 from megajax.models.nnx_model import named_key, parameter
 from megajax.ops.linear import RESIDUAL
@@ -59,19 +59,11 @@ class Adapters(nnx.Module):
         self.names, self.matmul, self.scale = tuple(names), matmul, lora_scale(config)
         self.constrain, self.width, self.axes = context.constrain, tuple(outputs.values()), len(inputs)
         for name in names:
-            low, high = self._part(name)
             own = dict(outputs)
             if TARGETS[name].part:
+                low, high = part_range(name, self.width[-2])
                 own[list(outputs)[-2]] = high - low
             setattr(self, name, Adapter(named_key(key, name), config.lora, inputs, own))
-
-    def _part(self, name: str) -> tuple[int, int]:
-        """Start and stop of a projection on the last but one axis of the outputs, if they have two axes or more."""
-        part = TARGETS[name].part
-        if part is None:
-            return 0, 0
-        size, (start, stop) = self.width[-2], part
-        return start % size, size if stop is None else stop if stop > 0 else size + stop
 
     def __call__(self, x: jax.Array, axes: tuple, drop: Drop | None = None) -> jax.Array:
         """What is added to the product of x [b, s, *inputs], [b, s, *outputs].
@@ -102,5 +94,5 @@ class Adapters(nnx.Module):
         b = getattr(self, name).b[...]
         if TARGETS[name].part is None:
             return b
-        low, high = self._part(name)
+        low, high = part_range(name, self.width[-2])
         return jnp.pad(b, [*[(0, 0)] * (b.ndim - 2), (low, self.width[-2] - high), (0, 0)])

@@ -230,7 +230,8 @@ class RunDirectory:
     def _stored_layout(self, training: Training) -> StateLayout:
         """The layout of the checkpoint to resume from: without the batch in flight if another schedule wrote it."""
         wanted, plain = named(training.stored_layout.shapes), named(training.state_layout.shapes)
-        if wanted.keys() == plain.keys() or wanted.keys() <= named(reader.arrays_in(self._resumed_path)).keys():
+        in_flight = wanted.keys() - plain.keys()
+        if not in_flight or in_flight <= named(reader.arrays_in(self._resumed_path)).keys():
             return training.stored_layout
         self.messages.append("resume    no batch is in flight in this checkpoint: the first step makes no update")
         return training.state_layout

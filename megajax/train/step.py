@@ -129,8 +129,12 @@ class Training:
 
     @property
     def stored_layout(self) -> StateLayout:
-        """The layout of what checkpoints hold."""
-        return self.state_layout
+        """The layout of what checkpoints hold: of adapters to a model of `init_from`, no weights of that model."""
+        whole = self.state_layout
+        if not (getattr(self.run.model, "lora", 0) and self.run.train.init_from):
+            return whole
+        own = lambda state: dataclasses.replace(state, params=self.only_trained(state.params))  # noqa: E731
+        return dataclasses.replace(whole, shapes=own(whole.shapes), shardings=own(whole.shardings))
 
     def stored(self, state: TrainState) -> tuple[StateLayout, TrainState]:
         """`stored_layout`, and what a checkpoint of a state holds; its arrays may be those of the state."""

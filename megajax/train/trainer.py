@@ -22,6 +22,7 @@ from megajax.data.prefetch import Prefetch
 from megajax.data.source import open_data
 from megajax.estimate.auto import resolved_layout
 from megajax.estimate.gpus import Peak, device_peak, gpu_of
+from megajax.pipeline.trained import merge, split
 from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog, is_peer_error
@@ -144,7 +145,7 @@ class Trainer:
         devices = self.mesh.devices.flatten().tolist()
         # CPU devices share the cores with one another and with all else that runs: no figure is a peak
         peak = device_peak(devices, self.run.train.precision) if devices[0].platform != "cpu" else None
-        resume = self.directory.resume(self.training) or self._imported_state(initial_params)
+        resume = self._resumed_state(initial_params) or self._imported_state(initial_params)
         minutes = self.output.exit_after_minutes
         with (
             self.directory.open_log(resume[1] if resume else Progress()) as log,
@@ -178,18 +179,30 @@ class Trainer:
         metrics = metrics or self.directory.last_record(resume[1].step if resume else 0)
         return Result(state, metrics, preemption.reason)
 
-    def _imported_state(self, read: Callable[[str, Training], Any] | None) -> tuple[TrainState, Progress] | None:
-        """A fresh state with the parameters of `init_from`; None without that option."""
+    def _resumed_state(self, read: Callable[[str, Training], Any] | None) -> tuple[TrainState, Progress] | None:
+        """The state to resume from; of adapters, with the model of `init_from`. None: there is none."""
+        resume = self.directory.resume(self.training)
+        if resume is None or jax.tree.structure(resume[0].params) == jax.tree.structure(self.training.params_sharding):
+            return resume
+        state, progress = resume
+        base = split(self._read_params(read), self.training.trained)[1]
+        return dataclasses.replace(state, params=merge(state.params, base)), progress
+
+    def _read_params(self, read: Callable[[str, Training], Any] | None) -> Any:
+        """The parameters of `init_from`."""
         source = self.run.train.init_from
-        if source is None:
-            return None
         if read is None:
             raise ConfigError(f"init_from = {source}, but nothing reads it: pass initial_params to Trainer.fit.")
+        self.directory.messages.append(f"weights   from {source}")
+        return read(source, self.training)
+
+    def _imported_state(self, read: Callable[[str, Training], Any] | None) -> tuple[TrainState, Progress] | None:
+        """A fresh state with the parameters of `init_from`; None without that option."""
+        if self.run.train.init_from is None:
+            return None
         state = self.training.init_state()
         jax.tree.map(lambda leaf: leaf.delete(), state.params)  # their memory is needed
-        params = read(source, self.training)
-        self.directory.messages.append(f"weights   from {source}")
-        return dataclasses.replace(state, params=params), Progress()
+        return dataclasses.replace(state, params=self._read_params(read)), Progress()
 
     def _goodput(self, started: float | None) -> Goodput:
         """The account of the run's time, which process 0 writes."""

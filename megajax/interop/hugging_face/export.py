@@ -19,7 +19,6 @@ import numpy as np
 from megajax.checkpoint import layout, reader
 from megajax.checkpoint.directory import NAME, complete_steps
 from megajax.checkpoint.run_files import MODEL, TOKENIZER
-from megajax.checkpoint.streamed import open_leaf
 from megajax.checkpoint.writer import on_all_processes
 from megajax.config import (
     BertConfig,
@@ -30,6 +29,7 @@ from megajax.config import (
     TrainConfig,
     padded_vocabulary,
 )
+from megajax.config.lora import base_model
 from megajax.data.hugging_face import has_settings, model_files, tokenizer_files
 from megajax.data.tokenizer_files import has_tokenizer
 from megajax.data.tokenizers import (
@@ -39,6 +39,7 @@ from megajax.data.tokenizers import (
     Tokenizer,
     load_tokenizer,
 )
+from megajax.interop.hugging_face.adapters import RunLeaves, export_adapters
 from megajax.interop.hugging_face.config import family_of_model, merge_config, read_json
 from megajax.interop.hugging_face.read_model import replace_directory
 from megajax.interop.hugging_face.tensors import (
@@ -78,8 +79,11 @@ def export_run(
     step: int | None = None,
     dtype: str | None = None,
     largest: int = 5 * 10**9,
+    peft: bool = False,
 ) -> dict[str, str]:
     """Writes the directory; nothing of it is there before it is complete. All processes call it.
+
+    Adapters are added to the weights that they are for; with `peft` they are written alone (`adapters.py`).
 
     Args:
       run_dir: whose checkpoint to export.
@@ -96,15 +100,21 @@ def export_run(
         written, or a weight is beyond the range of fp16.
     """
     path = _checkpoint(run_dir, step)
-    model = _model(path)
+    adapted = _model(path)
+    model, base = base_model(adapted), reader.read_meta(path)["config"]["train"].get("init_from")
     imported = run_dir / MODEL / "config.json"
     original = read_json(imported) if imported.is_file() else {}
     family, keys = family_of_model(model, original.get("model_type"))
     dtype = dtype or _usual_dtype(original)
     name, numpy_dtype = DTYPES[dtype]
     reader.verify(path)
+    if peft:
+        count = export_adapters(path, adapted, family.name, base, out)
+        return {"step": path.name, "family": family.name, "dtype": "fp32", "files": "1", "tensors": str(count)}
     tokenizer = _tokenizer(run_dir, reader.read_meta(path)["tokenizer"]["name"], needed=not original)
-    shapes, sizes = _leaves(path, model), axis_sizes(model)
+    leaves = RunLeaves(path, adapted, base)
+    shapes, sizes = _leaves(leaves, model), axis_sizes(model)
+    leaves.use_base(list(shapes))
     pieces, tensors = {leaf: pieces_of(family.name, leaf, model.layer_kinds) for leaf in shapes}, {}
     for piece in itertools.chain(*pieces.values()):
         tensors |= dict.fromkeys(tensor_names(piece, sizes), tensor_shape(piece, sizes))
@@ -113,9 +123,9 @@ def export_run(
         on_all_processes("export/create", lambda: shards.create() if jax.process_index() == 0 else None)
 
         def write_own() -> None:
-            for number, (leaf, box) in enumerate(_boxes(path, shapes, pieces, sizes)):
+            for number, (leaf, box) in enumerate(_boxes(leaves, shapes, pieces, sizes)):
                 if number % jax.process_count() == jax.process_index():
-                    _write_box(shards, path, leaf, pieces[leaf], box, sizes)
+                    _write_box(shards, leaves.region(leaf, box, shapes[leaf]), pieces[leaf], box, sizes)
 
         on_all_processes("export/tensors", write_own)
         if jax.process_index() == 0:
@@ -220,29 +230,27 @@ def _usual_dtype(original: dict) -> str:
     return next((ours for ours, (theirs, _) in DTYPES.items() if theirs == name), "fp32")
 
 
-def _leaves(path: pathlib.Path, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters, as the checkpoint stores them.
+def _leaves(leaves: RunLeaves, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters, as the checkpoint stores them; of one that is not in it, as the model has it.
 
     Raises:
-      ConfigError: one is missing or of another shape.
+      ConfigError: one is of another shape.
     """
     run = RunConfig(model, ParallelConfig(), TrainConfig())
     wanted = layout.named(jax.eval_shape(model_shapes(run, model_class(model)).init, jax.random.key(0)))
-    stored = layout.named(reader.arrays_in(path))
     rows, found = padded_vocabulary(model.vocabulary, 1), {}
     for name, leaf in wanted.items():
-        have = stored.get(f"params/{name}")
-        if have is None:
-            raise ConfigError(f"checkpoint {path} has no params/{name}: it is of another model than its metadata says")
-        shape = tuple(have.shape)
+        shape = leaves.stored.get(name, leaf.shape)
         padded = leaf.shape[0] == rows and shape[1:] == leaf.shape[1:] and shape[0] >= model.vocabulary
         if shape != leaf.shape and not padded:
-            raise ConfigError(f"checkpoint {path}: params/{name} has shape {shape}, and its model's has {leaf.shape}")
+            raise ConfigError(
+                f"checkpoint {leaves.path}: params/{name} has shape {shape}, and its model's has {leaf.shape}"
+            )
         found[name] = shape
     return found
 
 
-def _boxes(path, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, tuple[slice, ...]]]:
+def _boxes(leaves: RunLeaves, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, tuple[slice, ...]]]:
     """Regions of all leaves that are read at once: whole stored chunks, and at most PART_BYTES where chunks are smaller.
 
     A region is whole but for layers, experts and its first piece's leading axis, so that it has whole rows of the tensors.
@@ -253,7 +261,7 @@ def _boxes(path, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, tuple[s
             continue
         first = stacked_axes(pieces[0])
         axis = first + lead_axis(pieces[0])
-        stored = open_leaf(path, f"params/{name}").chunk_layout.read_chunk.shape or shape
+        stored = leaves.chunk(name, shape, first)
         step = [*map(min, shape[:first], stored), *shape[first:]]
         last = list(shape)
         last[axis] = min(shape[axis], sizes[pieces[0].theirs[0]])  # without the vocabulary's padding
@@ -263,8 +271,7 @@ def _boxes(path, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, tuple[s
             yield name, box
 
 
-def _write_box(shards: Shards, path, name: str, pieces: tuple[Piece, ...], box: tuple[slice, ...], sizes) -> None:
-    values = open_leaf(path, f"params/{name}")[box].read().result()
+def _write_box(shards: Shards, values, pieces: tuple[Piece, ...], box: tuple[slice, ...], sizes) -> None:
     for piece in pieces:
         first = stacked_axes(piece)
         start = box[first + lead_axis(piece)].start * rows_of(piece, sizes)

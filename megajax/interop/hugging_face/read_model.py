@@ -26,6 +26,7 @@ from megajax.checkpoint.run_files import copy_model, copy_tokenizer, tokenizer_c
 from megajax.checkpoint.streamed import Part, StreamedLeaf, streaming_handler
 from megajax.checkpoint.writer import on_all_processes, reason_of, write
 from megajax.config import BertConfig, ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config.lora import base_model
 from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, toml_text
 from megajax.data.hugging_face import model_files
@@ -37,6 +38,7 @@ from megajax.interop.gguf.tokenizer import missing_tokenizer, write_tokenizer
 from megajax.interop.hugging_face.config import read_config, tokenizer_options
 from megajax.interop.hugging_face.quantized import open_weights
 from megajax.interop.hugging_face.weights import Tensor, Weights, load_params, missing_heads, pieces_of, regions
+from megajax.pipeline.trained import merge, only_trained, split
 from megajax.runtime.mesh import make_mesh
 from megajax.train.precision import make_loss_scale
 from megajax.train.step import Training, make_training
@@ -77,10 +79,22 @@ def initial_params(directory: str, training: Training) -> Any:
     _with_length(stored, model.sequence_length)
     target = training.state_layout
     target = dataclasses.replace(target, shapes=target.shapes.params, shardings=target.shardings.params)
-    missing = missing_heads(path, family.name, list(layout.named(target.shapes)))
+    mask = jax.tree_util.tree_map_with_path(lambda path, _: "/lora/" in layout.name_of(path), target.shapes)
+    shapes, shardings = (split(tree, mask)[1] for tree in (target.shapes, target.shardings))
+    missing = missing_heads(path, family.name, list(layout.named(shapes)))
     if missing and jax.process_index() == 0:
         print(f"{directory} has no {' and no '.join(missing)}: initialized from --seed")
-    return load_params(path, family.name, model, target, _fresh_heads(training, missing) if missing else None)
+    heads = _fresh_heads(training, missing) if missing else None
+    target = dataclasses.replace(target, shapes=shapes, shardings=shardings)
+    params = load_params(path, family.name, base_model(model), target, heads, as_stored=True)
+    return merge(_fresh_adapters(training, mask), params) if model.lora else params
+
+
+def _fresh_adapters(training: Training, mask: Any) -> Any:
+    """The adapters as a training from scratch initializes them; `mask`: which of the parameters they are."""
+    with jax.set_mesh(training.mesh):
+        adapters = lambda tree: only_trained(tree, mask)  # noqa: E731
+        return jax.jit(lambda: adapters(training.fresh_params()), out_shardings=adapters(training.params_sharding))()
 
 
 def _fresh_heads(training: Training, names: Sequence[str]) -> dict[str, jax.Array]:
