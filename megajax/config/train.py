@@ -70,6 +70,14 @@ class TrainConfig:
         text_kind="path",
         shown_default="random weights",
     )
+    init_adapters: str | None = setting(
+        None,
+        "start from adapters to init_from's model, a directory with PEFT's adapter_config.json and "
+        "adapter_model.safetensors",
+        metavar="DIR",
+        text_kind="path",
+        shown_default="A random, B zero",
+    )
     freeze: tuple[str, ...] = setting(
         (),
         'parameters that are not trained, a pattern of paths such as "blocks/attention/*" (fnmatch: a * is any characters); '

@@ -1,4 +1,4 @@
-"""Adapters (`config.lora`) out of a run: merged into the weights of an export, or as PEFT's files.
+"""Adapters (`config.lora`) out of a run: merged into the weights of an export, or as PEFT's files; and these into a run.
 
 adapter_config.json           rank, alpha, and the modules that have adapters
 adapter_model.safetensors     base_model.model.MODULE.lora_A.weight [rank, inputs] and .lora_B.weight [outputs, rank], fp32
@@ -17,19 +17,20 @@ import jax
 import numpy as np
 
 from megajax.checkpoint import layout, reader
+from megajax.checkpoint.layout import StateLayout
 from megajax.checkpoint.streamed import open_leaf
 from megajax.checkpoint.writer import on_all_processes
 from megajax.config import BertConfig, ConfigError, ModelConfig
 from megajax.config.lora import ROW, TARGETS, base_model, lora_scale, part_range, parts_of
 from megajax.data.hub import local_directory
-from megajax.interop.hugging_face.config import read_config
+from megajax.interop.hugging_face.config import read_config, read_json
 from megajax.interop.hugging_face.quantized import open_weights
-from megajax.interop.hugging_face.read_model import replace_directory
-from megajax.interop.hugging_face.tensors import Piece, axis_sizes, from_leaf
+from megajax.interop.hugging_face.tensors import Piece, axis_sizes, from_leaf, tensor_shape, to_leaf
 from megajax.interop.hugging_face.weights import Weights, pieces_of, tensor_names
-from megajax.interop.safetensors import Shards
+from megajax.interop.output_file import replace_directory
+from megajax.interop.safetensors import Shards, open_file
 
-__all__ = ["RunLeaves", "adapter_pieces", "export_adapters"]
+__all__ = ["RunLeaves", "adapter_pieces", "export_adapters", "read_adapters"]
 
 PREFIX, CONFIG, TENSORS = "base_model.model.", "adapter_config.json", "adapter_model.safetensors"
 LORA = "/lora/"
@@ -139,6 +140,67 @@ def adapter_pieces(family: str, name: str, kinds: tuple[str, ...] | None) -> Pie
     if which == "a":
         return Piece(f"{module}.lora_A.weight", f"r {inside}", f"{inputs}r", None, kernel.layers)
     return Piece(f"{module}.lora_B.weight", f"{outside} r", f"r{outputs}", None, kernel.layers)
+
+
+def read_adapters(directory: pathlib.Path, family: str, model: ModelConfig, target: StateLayout) -> Any:
+    """The adapters of PEFT's files on a run's devices.
+
+    Args:
+      directory: with the two files.
+      family: model_type.
+      model: the run's configuration.
+      target: the layout of the run's adapters, a part of its parameters.
+
+    Raises:
+      ConfigError: a file is missing or damaged, or has other adapters than the run.
+    """
+    _check_peft_config(directory, model)
+    tensors, sizes = open_file(directory / TENSORS), axis_sizes(model) | {"r": model.lora}
+    copies, used = {}, set()
+    for (name, leaf), sharding in zip(
+        layout.named(target.shapes).items(), jax.tree.leaves(target.shardings), strict=True
+    ):
+        piece, shape = (
+            adapter_pieces(family, name, model.layer_kinds),
+            layout.canonical_shape(name, leaf.shape, target.where),
+        )
+        ranges = {letter: (0, sizes[letter]) for letter in piece.ours}
+        rows = []
+        for index in range(shape[0]):
+            key = piece.name((index,))
+            if key not in tensors or tensors[key].shape != tensor_shape(piece, sizes):
+                had = f"has no {key}" if key not in tensors else f"has {key} of shape {tensors[key].shape}"
+                raise ConfigError(
+                    f"{directory} {had}, and the run's is {tensor_shape(piece, sizes)}: pass its --lora and --lora-targets."
+                )
+            used.add(key)
+            whole = tensors[key].rows(0, tensors[key].shape[0])
+            rows.append(to_leaf(piece, whole.astype(np.float32), ranges, sizes))
+        values = np.stack(rows)
+        own = layout.canonical_sharding(name, leaf.shape, sharding, target.where)
+        copies[name] = jax.make_array_from_callback(shape, own, values.__getitem__)
+    if left := sorted(tensors.keys() - used):
+        raise ConfigError(
+            f"{directory} has {left[0]}, which the run has not: pass --lora-targets with its projections."
+        )
+    return layout.from_canonical(copies, target)
+
+
+def _check_peft_config(directory: pathlib.Path, model: ModelConfig) -> None:
+    config = read_json(directory / CONFIG)
+    legal = {"peft_type": "LORA", "bias": "none"}
+    for key in ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save"):
+        legal[key] = None
+    for key, value in legal.items():
+        found = config.get(key)
+        if found != value and (value is not None or found):
+            raise ConfigError(f"{directory / CONFIG} has {key} = {found}, which is not supported: only plain LoRA is.")
+    rank, alpha, own = config.get("r"), config.get("lora_alpha"), model.lora * lora_scale(model)
+    if rank != model.lora or alpha != own:
+        raise ConfigError(
+            f"{directory} has rank {rank} and alpha {alpha}, and the run {model.lora} and {own:g}: "
+            f"pass --lora {rank} --lora-alpha {alpha}."
+        )
 
 
 def export_adapters(path: pathlib.Path, model: ModelConfig, family: str, base: str | None, out: pathlib.Path) -> int:

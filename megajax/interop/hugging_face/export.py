@@ -41,7 +41,6 @@ from megajax.data.tokenizers import (
 )
 from megajax.interop.hugging_face.adapters import RunLeaves, export_adapters
 from megajax.interop.hugging_face.config import family_of_model, merge_config, read_json
-from megajax.interop.hugging_face.read_model import replace_directory
 from megajax.interop.hugging_face.tensors import (
     Piece,
     axis_sizes,
@@ -52,6 +51,7 @@ from megajax.interop.hugging_face.tensors import (
     tensor_shape,
 )
 from megajax.interop.hugging_face.weights import PART_BYTES, grid, pieces_of, stacked_indices, tensor_names
+from megajax.interop.output_file import replace_directory
 from megajax.interop.safetensors import Shards
 from megajax.models.context import model_shapes
 from megajax.models.interface import model_class
@@ -218,7 +218,7 @@ def _model(path: pathlib.Path) -> ModelConfig:
     if unknown:
         raise ConfigError(f"{path} is of a model with {unknown}, not of a ModelConfig: only those can be exported")
     try:
-        model = kind(**stored)
+        model = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()})
         model.validate()
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{path} does not store a legal model: {error}") from None
