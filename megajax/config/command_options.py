@@ -48,7 +48,7 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     "evaluate-squad": _words("--no-answer --out --predictions --rules --task-data --threshold"),
     "plan": MODEL
     | _words(
-        "--attention --budget --calibrate --cluster --compare --deadline --expert --global-batch-size --gpu "
+        "--attention --budget --calibrate --cluster --compare --deadline --expert --freeze --global-batch-size --gpu "
         "--gpus --html --import --json --memory-margin --microbatch-size --model --optimizer --out --plot --precision "
         "--recompute --schedule --search --tokens --top --vocab-parallel --zero"
     ),

@@ -169,7 +169,8 @@ def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
         "model": {field: value for field, value in model.items() if field != "name" and value != base[field]},
         "parallel": dataclasses.asdict(run.parallel),
         "train": {"global_batch_size": run.train.global_batch_size, "precision": run.train.precision}
-        | ({} if run.train.optimizer == "adamw" else {"optimizer": run.train.optimizer}),
+        | ({} if run.train.optimizer == "adamw" else {"optimizer": run.train.optimizer})
+        | ({"freeze": run.train.freeze} if run.train.freeze else {}),
     }
 
 

@@ -64,6 +64,7 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
     given = {
         name: getattr(args, name) for name in ("precision", "vocab_parallel", "attention", "memory_margin", "optimizer")
     }
+    given["freeze"] = tuple(args.freeze)
     choices = {name: getattr(args, field) for name, field in CHOICES.items()} | {"also": args.search}
     given |= {name: values and tuple(values) for name, values in choices.items()}
     return Question(model, args.gpus or cluster.gpus or 0, cluster.gpu, args.global_batch_size, **given)
@@ -135,6 +136,13 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         default="adamw",
         choices=("adamw", "lion", "adafactor", "muon"),
         help="whose state takes memory; the time of the update is AdamW's (default: adamw)",
+    )
+    add(
+        "--freeze",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="parameters that are not trained, as of the training; can be repeated (default: none)",
     )
     add("--top", type=whole(), default=10, metavar="COUNT", help="layouts to list (default: 10)")
     add(

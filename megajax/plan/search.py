@@ -57,6 +57,7 @@ class Question:
       attention: auto, xla, cudnn or pallas, as for a run.
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
       optimizer: as `TrainConfig.optimizer`, for the memory of its state.
+      freeze: as `TrainConfig.freeze`.
       also: further fields of `layouts.FIELDS` to choose, e.g. "context"; all their declared values are considered.
     """
 
@@ -76,6 +77,7 @@ class Question:
     attention: str = "auto"
     memory_margin: float = MEMORY_MARGIN
     optimizer: str = "adamw"
+    freeze: tuple[str, ...] = ()
     also: Sequence[str] = ()
 
     @property
@@ -100,7 +102,12 @@ class Question:
         parallel = ParallelConfig(
             vocab_parallel=self.vocab_parallel, attention=self.attention, sequence_parallel=self.sequence_parallel
         )
-        train = TrainConfig(global_batch_size=self.global_batch, precision=self.precision, optimizer=self.optimizer)
+        train = TrainConfig(
+            global_batch_size=self.global_batch,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            freeze=self.freeze,
+        )
         return RunConfig(self.model, parallel, train)
 
 
