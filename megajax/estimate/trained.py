@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from megajax.config import RunConfig
+from megajax.config import ConfigError, ModelConfig, RunConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.models.interface import model_class
 from megajax.pipeline.trained import trained_mask
@@ -52,9 +52,12 @@ def trained_parameters(run: RunConfig) -> Trained | None:
 def _counted(
     model: Any, freeze: tuple[str, ...], sizes: tuple[tuple[str, int], ...], over_pipe: bool
 ) -> Trained | None:
-    if not freeze and not getattr(model, "lora", 0) and not _may_freeze(model):
+    if not freeze and isinstance(model, ModelConfig) and not model.lora:
         return None
-    build = model_class(model)(model)
+    try:
+        build = model_class(model)(model)
+    except ConfigError:  # of a class that is registered for no type: its costs are given too
+        return None
     mask = trained_mask(build, freeze)
     if mask is None:
         return None
@@ -73,7 +76,9 @@ def _counted(
         )
         for leaf, flag, each in leaves:
             if flag and (only is None or only(each)):
-                split = math.prod(degrees[a] for name in each for a in rules.mesh_axes(name) if a in degrees)
+                split = math.prod(
+                    degrees[a] for name in each if name in rules.table for a in rules.mesh_axes(name) if a in degrees
+                )
                 count += math.prod(leaf.shape[stacked:]) // split
         return count
 
@@ -99,8 +104,3 @@ def _share(trees: list, stacked: int, only: Any = None) -> float:
             if leaf.ndim - stacked > 1 and (only is None or only(each)):
                 own, total = own + leaf.size * bool(flag), total + leaf.size
     return own / total if total else 1.0
-
-
-def _may_freeze(model: Any) -> bool:
-    """Whether a model of the user's may have parameters with `trainable=False`; those that are built in have none."""
-    return not type(model).__module__.startswith("megajax.config")

@@ -44,7 +44,8 @@ class BlockSteps:
       blocks: the numbers of the stages' blocks.
       cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
         runs, and its gradient is reduce-scattered at once. None: no weight is.
-      in_place, unrolled, trained: as for `stage.Stack`.
+      in_place, unrolled: as for `stage.Stack`.
+      trained: mask of the weights that have gradients (`trained.py`). None: all.
       per_chunk: slots for blocks in a chunk.
     """
 

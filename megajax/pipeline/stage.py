@@ -33,11 +33,11 @@ from jax import lax
 from megajax.pipeline.block_steps import BlockSteps
 from megajax.pipeline.chunk_work import ChunkParts, ChunkWork
 from megajax.pipeline.loops import counted_loop, run_one_of, which
-from megajax.pipeline.options import MERGED
+from megajax.pipeline.options import DEFAULT_OPTIONS, MERGED, ExecutorOptions
 from megajax.pipeline.run_in_order import run_in_order
 from megajax.pipeline.uneven import StageBlocks
 from megajax.schedules.schedule import BACKWARD, FORWARD
-from megajax.schedules.stages import StageLayers, stage_number
+from megajax.schedules.stages import stage_number
 
 Tree = Any
 ONE = ""  # the kind of blocks that are all of one
@@ -54,7 +54,6 @@ class Stack(ChunkParts):
       in_place: XLA's matmuls and conditionals update arrays in place; see `_run_blocks`.
       unrolled: blocks are traced one after the other, without a loop; the stack has one chunk, and one kind.
       where: the layers of each stage, of several kinds. None: all are of one kind.
-      trained: mask of the weights that are trained (`trained.py`), a tree of the stack. None: all.
       kinds: the blocks of each kind.
     """
 
@@ -65,18 +64,16 @@ class Stack(ChunkParts):
         per_chunk: int,
         *,
         cut: Tree | None = None,
-        in_place: bool = False,
-        unrolled: bool = False,
-        counts: Sequence[int] | None = None,
-        where: StageLayers | None = None,
-        trained: Tree | None = None,
+        options: ExecutorOptions = DEFAULT_OPTIONS,
     ):
-        """Arguments: see above, `block` and `cut` of `BlockSteps`, and `counts` of `StageBlocks`."""
+        """Arguments: see above, and `block` and `cut` of `BlockSteps`."""
+        where, trained = options.stage_kinds, options.trained and options.trained["blocks"]
         self.weights, self.per_chunk, self.where = weights, per_chunk, where
-        self.in_place, self.unrolled = in_place, unrolled
-        make = functools.partial(BlockSteps, block, in_place=in_place, unrolled=unrolled)
+        self.in_place, self.unrolled = options.in_place, options.unrolled
+        make = functools.partial(BlockSteps, block, in_place=options.in_place, unrolled=options.unrolled)
         if where is None:
-            self.kinds = {ONE: make(weights, StageBlocks(per_chunk, counts), cut=cut, trained=trained)}
+            own = StageBlocks(per_chunk, options.block_counts)
+            self.kinds = {ONE: make(weights, own, cut=cut, trained=trained)}
             return
         names = where.kind_names
         of = lambda kind: {"cut": cut[kind], "trained": trained and trained[kind]}  # noqa: E731

@@ -6,6 +6,7 @@ of tokens), so it does not depend on how the batch is split into microbatches or
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +70,7 @@ class Training:
       model: the run's model in training.
       rules: the sharding rules.
       trained: mask of the parameters that are trained; None: all (`pipeline/trained.py`).
+      only_trained: a tree like the parameters -> what is trained of it, which gradients and optimizer state are like.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Training:
         self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
         shapes = model_shapes(run, self.model_class, self.rules)
         self.trained = trained_mask(self.model, run.train.freeze)
+        self.only_trained = functools.partial(only_trained, trained=self.trained)
         self.specs = parameter_specs(shapes, run.parallel, self.rules, self.trained)
         self.params_sharding = self._named(self.specs.stored)
         self.optimizer = make_optimizer(
@@ -112,8 +115,8 @@ class Training:
         )
         self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()
-        # Context ranks share samples, so the program splits the batch, not the caller.
-        batch = self.batch_sharding = NamedSharding(mesh, batch_spec(mesh) if run.parallel.context == 1 else P())
+        rows = batch_spec(mesh) if run.parallel.context == 1 else P()  # context ranks share samples: the program splits
+        batch = self.batch_sharding = NamedSharding(mesh, rows)
         state, replicated = self.state_sharding, NamedSharding(mesh, P())
         self._init = jax.jit(self._fresh_state, out_shardings=state)
         self._train = self._jit_step(state, replicated)
@@ -130,11 +133,8 @@ class Training:
     @property
     def stored_layout(self) -> StateLayout:
         """The layout of what checkpoints hold: of adapters to a model of `init_from`, no weights of that model."""
-        whole = self.state_layout
-        if not (getattr(self.run.model, "lora", 0) and self.run.train.init_from):
-            return whole
-        own = lambda state: dataclasses.replace(state, params=self.only_trained(state.params))  # noqa: E731
-        return dataclasses.replace(whole, shapes=own(whole.shapes), shardings=own(whole.shardings))
+        is_apart = getattr(self.run.model, "lora", 0) and self.run.train.init_from
+        return self.state_layout.with_params(self.only_trained) if is_apart else self.state_layout
 
     def stored(self, state: TrainState) -> tuple[StateLayout, TrainState]:
         """`stored_layout`, and what a checkpoint of a state holds; its arrays may be those of the state."""
@@ -143,10 +143,6 @@ class Training:
     def refilled(self, state: TrainState, batch: Callable[[int], Tree], consumed_samples: int) -> TrainState:
         """The state to resume from, of one that a checkpoint holds; `batch(consumed_samples)` is the next batch."""
         return state
-
-    def only_trained(self, tree: Tree) -> Tree:
-        """Of a tree like the parameters what is trained; gradients and optimizer state are like it."""
-        return only_trained(tree, self.trained)
 
     def step_shapes(self) -> tuple[TrainState, Tree]:
         """The arguments of `train_step` as jax.ShapeDtypeStruct: enough to compile it, without data and without devices."""
@@ -224,6 +220,9 @@ class Training:
 
     # The functions below are traced.
 
+    def _loss_weight(self, batch: Tree) -> jax.Array:
+        return jnp.asarray(self.model.loss_weight(batch), jnp.float32)
+
     def _cast(self, params: Tree) -> Tree:
         """The parameters to compute with: first cast, then gathered from their stored sharding."""
         params = to_compute(params, self.model.fp32_mask(), self.run.train.precision)
@@ -232,8 +231,7 @@ class Training:
 
     def _gradients_of(self, params: Tree, gradients: Tree) -> Tree:
         """The executor's gradients, sharded as parameters are stored."""
-        like = self.only_trained(params)
-        gradients = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), gradients, like)
+        gradients = jax.tree.map(lambda own, like: own.reshape(like.shape), gradients, self.only_trained(params))
         return jax.lax.with_sharding_constraint(gradients, self.only_trained(self.params_sharding))
 
     def _inputs(self, params: Tree, batch: Tree, cotangent: jax.Array | float = 1.0) -> tuple[Tree, Tree, Tree]:
@@ -287,22 +285,19 @@ class Training:
     def _update(self, state: TrainState, gradients: Tree, loss: jax.Array, batch: Tree, ready: jax.Array | bool = True):
         """The state after an update, which is skipped if `gradients` are not finite or not `ready`; and metrics."""
         gradients, measurements = self.model.take_measurements(gradients)
-        norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        finite = jnp.isfinite(norm := optax.tree.norm(gradients)) & jnp.isfinite(loss)
         batch_size = math.prod(leading_sizes(batch))
         if self.run.train.batch_ramp and "sample" in batch:  # some batches are padded, see data/ramp.py
             batch_size = (batch["sample"] != np.uint32(PADDING)).sum(dtype=jnp.int32)
         params, frozen = split(state.params, self.trained)
-        updates, optimizer_state = self.optimizer.update(
-            gradients, state.optimizer_state, params, batch_size=batch_size
-        )
+        updates, after = self.optimizer.update(gradients, state.optimizer_state, params, batch_size=batch_size)
         updates = self.model.apply_measurements(updates, measurements)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite & ready, n, o), new, old)  # noqa: E731
         scale = jax.tree.map(lambda n, o: jnp.where(ready, n, o), state.loss_scale.update(finite), state.loss_scale)
         new = dataclasses.replace(
             state,
             params=merge(keep(optax.apply_updates(params, updates), params), frozen),
-            optimizer_state=keep(optimizer_state, state.optimizer_state),
+            optimizer_state=keep(after, state.optimizer_state),
             loss_scale=scale,
         )
         metrics = {
@@ -344,9 +339,6 @@ class Training:
         model = self._model(training=False)
         return model, ExecutorFunctions.from_model(model, self.run.parallel.recompute_blocks)
 
-    def _loss_weight(self, batch: Tree) -> jax.Array:
-        return jnp.asarray(self.model.loss_weight(batch), jnp.float32)
-
     def forward(
         self, functions: ExecutorFunctions, collect: Callable, params: Tree, batch: Tree, total: Tree = ()
     ) -> Tree:
@@ -371,9 +363,8 @@ class Training:
 
     def _state_sharding(self) -> TrainState:
         replicated, shapes = NamedSharding(self.mesh, P()), self.state_shapes
-        label = lambda path: "/".join(["optimizer_state", name_of(path)])  # noqa: E731
-        own = (self.only_trained(tree) for tree in (shapes.params, self.specs.stored))
-        specs = state_specs(self.optimizer.init, *own, label)
+        label = lambda path: f"optimizer_state/{name_of(path)}"  # noqa: E731
+        specs = state_specs(self.optimizer.init, *map(self.only_trained, (shapes.params, self.specs.stored)), label)
         loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
         return TrainState(self.params_sharding, self._named(specs), loss_scale)
 

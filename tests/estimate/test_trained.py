@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 
 import jax
 import pytest
@@ -76,3 +77,36 @@ def test_frozen_weights_have_no_gradients_to_compute():
     assert flops_per_step(run) == pytest.approx(2 * sum(forward.values()) + scores, rel=1e-6)
     seconds = [step_time(one, find_gpu("h100")).total for one in (whole, run)]
     assert 0.6 < seconds[1] / seconds[0] < 0.75
+
+
+# Of docs/fine_tuning.md: model, what is trained, fields of the model, patterns that are frozen, layout.
+TABLE = (
+    ("llama3.1-8b", "all", {}, (), {}),
+    ("llama3.1-8b", "the head", {}, ("blocks/*", "shared/embedding/*"), {}),
+    ("llama3.1-8b", "`--lora 16`", {"lora": 16}, (), {}),
+    ("llama3.1-8b", "`--lora 16`, all-linear", {"lora": 16, "lora_targets": ("all-linear",)}, (), {}),
+    ("llama3.1-70b, tensor 8", "all", {}, (), {"tensor": 8}),
+    ("llama3.1-70b, tensor 8", "`--lora 16`", {"lora": 16}, (), {"tensor": 8}),
+    (
+        "llama3.1-70b, tensor 8",
+        "`--lora 16`, all-linear",
+        {"lora": 16, "lora_targets": ("all-linear",)},
+        (),
+        {"tensor": 8},
+    ),
+)
+
+
+def table_row(name, trained, fields, freeze, layout):
+    """A line of the table."""
+    model = dataclasses.replace(preset(name.partition(",")[0]), sequence_length=4096, **fields)
+    held = bytes_per_device(run_of(model, freeze, **layout))
+    parts = [held[part] for part in ("weights", "optimizer", "gradients", "16-bit weights")]
+    numbers = [*parts, sum(held.values()) - sum(parts), sum(held.values())]
+    return f"| {name} | {trained} | " + " | ".join(f"{number / 1e9:.1f}" for number in numbers) + " |"
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_the_table_in_the_docs(row):
+    docs = pathlib.Path(__file__).parents[2] / "docs" / "fine_tuning.md"
+    assert table_row(*row) in docs.read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ import pytest
 
 from megajax.checkpoint.layout import named, to_canonical
 from megajax.config import ConfigError
+from megajax.pipeline.options import ExecutorOptions
 from megajax.pipeline.stage import Stack
 from megajax.pipeline.trained import merge, split, trained_mask
 from megajax.runtime.mesh import make_mesh
@@ -88,11 +89,15 @@ def test_no_weight_is_copied_to_the_stash(recompute):
     weights = jax.tree.map(lambda leaf: jnp.asarray(leaf[:1]), small.busy_params(MODEL)["blocks"])
     microbatch = {"tokens": jnp.zeros((2, 16), jnp.int32), "sample": jnp.zeros(2, jnp.uint32)}
     x, microbatch = jnp.zeros((2, 16, 32)), model.prepare_microbatch(microbatch)
-    mask = trained_mask(model, ("blocks/*kernel",))["blocks"]
+    mask = trained_mask(model, ("blocks/*kernel",))
     stashed = lambda trained: collections.Counter(  # noqa: E731
         leaf.shape
         for leaf in jax.tree.leaves(
-            jax.eval_shape(lambda: Stack(model.block, weights, 1, trained=trained).empty_stash(1, x, microbatch))
+            jax.eval_shape(
+                lambda: Stack(model.block, weights, 1, options=ExecutorOptions(trained=trained)).empty_stash(
+                    1, x, microbatch
+                )
+            )
         )
     )
     assert stashed(mask) <= stashed(None)  # with fewer arrays, where only a weight's gradient reads them
