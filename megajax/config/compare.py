@@ -1,6 +1,7 @@
 """Differences between configurations: a run's from the defaults, and a resumed run's from the checkpoint's."""
 
 import dataclasses
+import shlex
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -107,8 +108,8 @@ def _words(field: dataclasses.Field, value: Any) -> str:
     if isinstance(value, bool):
         return name if value else "--no-" + name[2:]
     if isinstance(value, tuple):
-        if field.metadata["list_style"] == "repeat" and value:
-            return " ".join(f"{name} {one}" for one in value)
+        if value and field.metadata["list_style"] == "repeat":
+            return " ".join(f"{name} {shlex.quote(word)}" for word in value)
         separator = " " if field.metadata["list_style"] == "words" else ","
         return f"{name} {separator.join(map(str, value)) or 'none'}"
     return f"{name} {'none' if value is None else value}"

@@ -186,16 +186,8 @@ def _add_field(group, field: dataclasses.Field, from_preset: bool, defaults: Map
     if field.metadata["list_style"] == "words":
         group.add_argument(flag, nargs="+", type=_reader(field), action=_Words, metavar=metavar_of(field), help=shown)
         return
-    repeated = {"action": _Repeated} if field.metadata["list_style"] == "repeat" else {}
-    group.add_argument(flag, type=_reader(field), metavar=metavar_of(field), help=shown, **repeated)
-
-
-class _Repeated(argparse.Action):
-    """Adds an option's value to the tuple of those before; "none" empties it."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        before = getattr(namespace, self.dest, ())
-        setattr(namespace, self.dest, () if values == "none" else (*before, values))
+    action = _Repeated if field.metadata["list_style"] == "repeat" else "store"
+    group.add_argument(flag, type=_reader(field), action=action, metavar=metavar_of(field), help=shown)
 
 
 class _Words(argparse.Action):
@@ -203,6 +195,14 @@ class _Words(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, tuple(values))
+
+
+class _Repeated(argparse.Action):
+    """Stores the words of an option that may be given several times as a tuple; none: an empty one."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        words = getattr(namespace, self.dest, ())
+        setattr(namespace, self.dest, () if values == "none" else (*words, values))
 
 
 def _reader(field: dataclasses.Field) -> Callable[[str], Any]:

@@ -80,8 +80,8 @@ class TrainConfig:
     )
     freeze: tuple[str, ...] = setting(
         (),
-        'parameters that are not trained, a pattern of paths such as "blocks/attention/*" (fnmatch: a * is any characters); '
-        "can be repeated",
+        "the parameters that PATTERN matches are not trained: blocks/attention, '*/bias'; may be repeated; --dry-shapes "
+        "prints the parameters",
         metavar="PATTERN",
         list_style="repeat",
     )

@@ -12,7 +12,7 @@ import jax
 
 from megajax.config import ConfigError
 
-__all__ = ["merge", "only_trained", "split", "trained_mask"]
+__all__ = ["matches", "merge", "only_trained", "split", "trained_mask"]
 
 Tree = Any
 
@@ -46,13 +46,21 @@ def merge(trained: Tree, frozen: Tree) -> Tree:
     return {**trained, **frozen, **both}
 
 
+def matches(pattern: str, path: str) -> bool:
+    """Whether a pattern matches a parameter's path, "blocks/attention/qkv/kernel", or one of the folders that it is in.
+
+    `*` stands for any characters, slashes too, `?` for one, `[ab]` for one of these (`fnmatch`).
+    """
+    parts = path.split("/")
+    return any(fnmatch.fnmatchcase("/".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
 def trained_mask(model: Any, freeze: Sequence[str] = ()) -> Tree | None:
     """The parameters that a run of the model trains; None: all.
 
     Args:
       model: has `trainable_mask()`, as `PipelineModel`.
-      freeze: patterns of further parameters that are frozen, as of `fnmatch`, for a parameter's whole path, such as
-        "shared/embedding/*"; a "*" stands for any characters, also for "/".
+      freeze: patterns of further parameters that are frozen (`matches`).
 
     Raises:
       ConfigError: a pattern is that of no parameter, or nothing is left to train.
@@ -60,12 +68,12 @@ def trained_mask(model: Any, freeze: Sequence[str] = ()) -> Tree | None:
     mask = model.trainable_mask()
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(mask)]
     for pattern in freeze:
-        if not fnmatch.filter(paths, pattern):
+        if not any(matches(pattern, path) for path in paths):
             raise ConfigError(
-                f"freeze = {pattern} matches no parameter: pass --freeze with a pattern for some of {', '.join(paths)}."
+                f"freeze = {pattern} matches no parameter: pass --freeze with a pattern of one of {', '.join(paths)}."
             )
-    frozen = {path for pattern in freeze for path in fnmatch.filter(paths, pattern)}
-    leaves = [flag and path not in frozen for path, flag in zip(paths, jax.tree.leaves(mask), strict=True)]
+    frozen = [any(matches(pattern, path) for pattern in freeze) for path in paths]
+    leaves = [flag and not own for own, flag in zip(frozen, jax.tree.leaves(mask), strict=True)]
     if all(leaves):
         return None
     if not any(leaves):

@@ -12,7 +12,7 @@ from megajax.checkpoint.layout import named, to_canonical
 from megajax.config import ConfigError
 from megajax.pipeline.options import ExecutorOptions
 from megajax.pipeline.stage import Stack
-from megajax.pipeline.trained import merge, split, trained_mask
+from megajax.pipeline.trained import matches, merge, split, trained_mask
 from megajax.runtime.mesh import make_mesh
 from megajax.train.step import make_training
 from tests import small
@@ -120,6 +120,11 @@ def test_trees_are_split_and_merged():
     assert own == {"a": {"b": 1}, "d": {}} and frozen == {"a": {"c": 2}, "d": {"e": 3}}
     assert merge(own, frozen) == tree
     assert merge(*split(tree, None)) == tree
+
+
+def test_patterns():
+    assert matches("blocks/attention", "blocks/attention/qkv/kernel") and matches("*/bias", "shared/head/norm/bias")
+    assert not matches("attention", "blocks/attention/qkv/kernel") and not matches("blocks/att", "blocks/attention/x")
 
 
 def test_mistakes():

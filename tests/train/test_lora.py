@@ -21,7 +21,7 @@ MIXED = dataclasses.replace(LLAMA, experts=4, moe_layer_freq="2", balance_loss=0
 MODELS = {"gpt": GPT, "llama": LLAMA, "bert": dataclasses.replace(small.BERT, layers=4, vocabulary=256, lora=2)}
 LAYOUTS = {
     "pipe and tensor": {"mesh": (1, 2, 2), "schedule": "zb_h1"},
-    "zero3": {"mesh": (2, 1, 2), "zero": 3},
+    "zero3": {"mesh": (2, 1, 2), "zero": 3, "model": dataclasses.replace(LLAMA, lora_dropout=0.3)},
     "kinds": {"mesh": (2, 2, 1), "schedule": "1f1b", "zero": 1, "model": MIXED},
 }
 
@@ -34,12 +34,9 @@ def merged(model, params):
             return {name: of(one) if isinstance(one, dict) else one for name, one in tree.items()}
         kernel, scale = tree["kernel"], (model.lora_alpha or model.lora) / model.lora
         for name, one in tree["lora"].items():
-            inputs = one["a"].ndim - 2
             delta = scale * jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(one["a"], one["b"])
-            start, stop = TARGETS[name].part or (0, None)
-            place = (slice(None),) * (1 + inputs) + ((slice(None),) if name == "q_proj" else ())
-            place = (..., slice(start, stop), slice(None)) if TARGETS[name].part else ...
-            kernel = kernel.at[place].add(delta)
+            part = TARGETS[name].part
+            kernel = kernel.at[(..., slice(*part), slice(None)) if part else ...].add(delta)
         return {name: one for name, one in tree.items() if name != "lora"} | {"kernel": kernel}
 
     return of(params)
