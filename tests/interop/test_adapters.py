@@ -12,7 +12,8 @@ from megajax.checkpoint import reader
 from megajax.checkpoint.directory import NAME
 from megajax.checkpoint.layout import named, to_canonical
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
-from megajax.interop.hugging_face.adapters import adapter_pieces
+from megajax.interop.hugging_face.adapters import adapter_pieces, modules_of, short_names
+from megajax.interop.hugging_face.config import read_config
 from megajax.interop.hugging_face.read_model import initial_params
 from megajax.interop.hugging_face.tensors import axis_sizes, from_leaf
 from megajax.interop.safetensors import open_file, open_tensors
@@ -156,6 +157,21 @@ def test_merged_and_peft_exports(trained, tmp_path):
     }
     for name, values in by_tensor("llama", adapted("llama"), adapters).items():
         np.testing.assert_array_equal(found[name].rows(0, len(values)), values)
+
+
+def test_modules_are_named_by_their_ends_where_these_are_theirs_alone():
+    bert = dataclasses.replace(read_config(golden("bert"))[1], lora=2)
+    every = modules_of(bert, "bert")
+    assert "bert.encoder.layer.0.attention.output.dense" in every and "bert.encoder.layer.1.output.dense" in every
+    names = lambda *ends: [module for module in sorted(every) if module.endswith(ends)]  # noqa: E731
+    assert short_names(names("query", "value"), every) == ["query", "value"]
+    both = names("attention.output.dense")
+    assert short_names(both, every) == both  # "output.dense" is the end of the MLP's too
+    mlp = [module for module in names("output.dense") if "attention" not in module]
+    assert short_names(mlp, every) == mlp
+    mixed = modules_of(dataclasses.replace(model_of("qwen3_moe_mixed"), lora=2), "qwen3_moe")
+    dense = [module for module in sorted(mixed) if module.endswith("gate_proj") and "experts" not in module]
+    assert dense and short_names(dense, mixed) == ["mlp.gate_proj"]
 
 
 def test_mistakes(trained, tmp_path, capsys):

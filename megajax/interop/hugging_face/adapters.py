@@ -30,7 +30,7 @@ from megajax.interop.hugging_face.weights import Weights, pieces_of, tensor_name
 from megajax.interop.output_file import replace_directory
 from megajax.interop.safetensors import Shards, open_file
 
-__all__ = ["RunLeaves", "adapter_pieces", "export_adapters", "read_adapters"]
+__all__ = ["RunLeaves", "adapter_pieces", "export_adapters", "modules_of", "read_adapters", "short_names"]
 
 PREFIX, CONFIG, TENSORS = "base_model.model.", "adapter_config.json", "adapter_model.safetensors"
 LORA = "/lora/"
@@ -262,7 +262,7 @@ def _peft_config(
         "r": model.lora,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": model.lora_dropout,
-        "target_modules": _short_names(modules, _modules(model, family)),
+        "target_modules": short_names(modules, modules_of(model, family)),
         "fan_in_fan_out": family == "gpt2",  # Conv1D
         "bias": "none",
         "inference_mode": True,
@@ -270,7 +270,7 @@ def _peft_config(
     }
 
 
-def _modules(model: ModelConfig, family: str) -> set[str]:
+def modules_of(model: ModelConfig, family: str) -> set[str]:
     """All modules of the blocks that are matrices."""
     kinds, sizes = model.layer_kinds, axis_sizes(model)
     found: set[str] = set()
@@ -286,7 +286,7 @@ def _modules(model: ModelConfig, family: str) -> set[str]:
     return found
 
 
-def _short_names(modules: list[str], every: set[str]) -> list[str]:
+def short_names(modules: list[str], every: set[str]) -> list[str]:
     """Names that PEFT finds exactly these modules by: their ends where no other module has them, or else whole names."""
     last = {module.rpartition(".")[2] for module in modules}
     is_named = lambda module, ends: any(module == end or module.endswith("." + end) for end in ends)  # noqa: E731
