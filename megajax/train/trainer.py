@@ -240,10 +240,16 @@ class Trainer:
         """A line with the number of parameters that are trained, if some are frozen."""
         if self.training.trained is None:
             return []
-        params = self.training.state_shapes.params
-        own, every = (
-            sum(leaf.size for leaf in jax.tree.leaves(t)) for t in (self.training.only_trained(params), params)
+        model, tokens = self.training.model, getattr(self.run.model, "vocabulary", None)
+        unpadded = lambda names, leaf: (  # noqa: E731
+            leaf.size // leaf.shape[names.index("vocabulary")] * tokens
+            if tokens and "vocabulary" in names
+            else leaf.size
         )
+        is_names = lambda node: isinstance(node, tuple)  # noqa: E731
+        shapes = jax.eval_shape(model.init, jax.random.key(0))  # without empty slots
+        sizes = jax.tree.map(unpadded, model.logical_axes(), shapes, is_leaf=is_names)
+        own, every = (sum(jax.tree.leaves(tree)) for tree in (self.training.only_trained(sizes), sizes))
         return [f"trained   {own:,} of {every:,} parameters ({own / every:.3%}), all others are frozen"]
 
     def _changed(self) -> list[str]:
