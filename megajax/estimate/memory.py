@@ -322,7 +322,7 @@ def _block_workspace(run: RunConfig, item: int) -> int:
     """
     model, parallel = model_costs(run.model), run.parallel
     rows, tensor = rows_of(model, parallel), parallel.tensor
-    widths = ((one.split, *one.on_device(tensor)) for one in model.matmuls)
+    widths = ((one.split, *one.on_device(tensor)) for one in model.matmuls if not one.added)
     inner = sum(inputs if split == "row" else outputs for split, inputs, outputs in widths)
     whole = item * rows * model.hidden
     residual = whole // parallel.sequence_shares

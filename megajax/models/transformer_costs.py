@@ -87,7 +87,7 @@ def _adapter_matmuls(config: ModelConfig) -> tuple[Matmul, ...]:
         split = None if TARGETS[name].matmul in ROW else "column"
         found += [
             Matmul(f"{name}_a", inputs, config.lora, None, ("selective", "full")),
-            Matmul(f"{name}_b", config.lora, outputs, split, ("full",)),
+            Matmul(f"{name}_b", config.lora, outputs, split, ("full",), added=True),
         ]
     return tuple(found)
 
