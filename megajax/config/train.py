@@ -80,8 +80,7 @@ class TrainConfig:
     )
     freeze: tuple[str, ...] = setting(
         (),
-        "the parameters that PATTERN matches are not trained: blocks/attention, '*/bias'; may be repeated; --dry-shapes "
-        "prints the parameters",
+        "the parameters that PATTERN matches are not trained: blocks/attention, '*/bias'; may be repeated",
         metavar="PATTERN",
         list_style="repeat",
     )

@@ -18,6 +18,7 @@ from megajax.models.context import model_rules, model_shapes
 from megajax.pipeline.parameters import initial_params, parameter_specs
 from megajax.pipeline.trained import only_trained, split, trained_mask
 from megajax.train.precision import cast_frozen
+from tests import gpu
 
 LORA = dataclasses.replace(preset("llama2-7b"), lora=16, lora_targets=("all-linear",))
 
@@ -76,7 +77,17 @@ def test_frozen_weights_have_no_gradients_to_compute():
     scores = forward["attention_scores"] + forward["attention_values"]
     assert flops_per_step(run) == pytest.approx(2 * sum(forward.values()) + scores, rel=1e-6)
     seconds = [step_time(one, find_gpu("h100-80gb")).total for one in (whole, run)]
-    assert 0.6 < seconds[1] / seconds[0] < 0.75
+    assert 2 / 3 < seconds[1] / seconds[0] < 0.8  # two of three products of each weight, and attention as before
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_program_compiled_for_h100s_agrees():
+    """XLA's own peak: 1.94 GB."""
+    model = dataclasses.replace(LORA, layers=8, hidden=2048, heads=16, feedforward=8192, sequence_length=2048)
+    layout = {"pipe": 2, "schedule": "1f1b", "attention": "cudnn"}
+    _, peak = gpu.compile_step(model, 4, **layout)
+    assert sum(bytes_per_device(gpu.run_of(model, 4, **layout)).values()) == pytest.approx(peak, rel=0.05)
 
 
 # Of docs/fine_tuning.md: model, what is trained, fields of the model, patterns that are frozen, layout.
