@@ -148,7 +148,7 @@ class RunDirectorySource:
             found[part], rest = zip(*(split(tree, mask) for tree in rest), strict=True)
         if self._averaged and not jax.tree.leaves(found["ema"][0]):
             raise ConfigError(f"checkpoint {self.path} {NO_AVERAGE}.")
-        source = target.run.train.init_from
+        source = self.run(target.run.train.precision).train.init_from  # a target may have no options of training
         is_apart = source is not None and bool(jax.tree.leaves(rest[0]))
         if not is_apart:  # the reader names what is missing
             found["params"] = tuple(map(merge, found["params"], rest))

@@ -40,8 +40,8 @@ from megajax.pipeline.trained import merge, split
 from megajax.schedules.schedule import Schedule
 from megajax.sharding.rules import AxisRules
 from megajax.train.check import check_batch, model_to_check
+from megajax.train.deadlocks import with_check
 from megajax.train.pipelined_setup import flat, module_of, run_of, with_all_axes, with_loss
-from megajax.train.stage_branches import with_check
 from megajax.train.step import make_training
 
 __all__ = ["Pipelined", "PipelinedLoss", "pipelined_forward", "pipelined_loss"]
@@ -193,7 +193,7 @@ class Pipelined:
         return self._forward(collect, params, split)
 
     def _refuse_hangs(self, written: type, function: Callable, batch: Batch) -> None:
-        """Compiles what a user has written, and raises ConfigError if it would hang (`stage_branches`)."""
+        """Compiles what a user has written, and raises ConfigError if it would hang (`deadlocks.py`)."""
         jitted = jax.jit(function)
         checked = with_check(jitted, written, self.run.parallel, self.mesh)
         if checked is not jitted:

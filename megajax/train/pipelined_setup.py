@@ -99,7 +99,7 @@ def with_loss(
 
 
 def module_of(function: Callable) -> str:
-    """Of a function of the user's; `stage_branches` checks what is not of megajax."""
+    """Of a function of the user's; `deadlocks.py` checks what is not of megajax."""
     return getattr(function, "__module__", None) or "__main__"
 
 

@@ -17,6 +17,7 @@ from megajax.interop.hugging_face.config import read_config
 from megajax.interop.hugging_face.read_model import initial_params
 from megajax.interop.hugging_face.tensors import axis_sizes, from_leaf
 from megajax.interop.safetensors import open_file, open_tensors
+from megajax.pipeline.trained import overlaid
 from megajax.runtime.mesh import make_mesh
 from megajax.train.step import make_training
 from tests.interop.hugging_face import convert, golden, logits_of, model_of
@@ -35,12 +36,13 @@ def adapted(family):
     return dataclasses.replace(model_of(family), lora=3, lora_alpha=6.0, lora_targets=("all-linear",))
 
 
-def run_of(model, family, steps=1, adapters=True, **layout):
+def run_of(model, family, steps=1, adapters=True, ema=None, **layout):
     parallel = ParallelConfig(**{"schedule": "1f1b"} | layout)
     files = {"init_adapters": str(GOLDEN / "lora" / family)} if adapters else {}
     train = TrainConfig(
         precision="fp32", global_batch_size=2, steps=steps, warmup_steps=0, init_from=str(golden(family)), **files
     )
+    train = dataclasses.replace(train, ema_decay=ema)
     return RunConfig(model, parallel, train)
 
 
@@ -99,9 +101,9 @@ def test_gradients_are_those_of_peft(family, layout):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(run directory of two steps on pipe 2 x tensor 2, its Trainer, the trained state)."""
+    """(run directory of two steps on pipe 2 x tensor 2 with averages, its Trainer, the trained state)."""
     run_dir = tmp_path_factory.mktemp("lora") / "run"
-    run = run_of(adapted("llama"), "llama", steps=2, pipe=2, tensor=2)
+    run = run_of(adapted("llama"), "llama", steps=2, ema=0.5, pipe=2, tensor=2)
     trainer = Trainer(
         run, output=OutputConfig(run_dir=str(run_dir), save_every=1), data=Batches(run), devices=jax.devices()[:4]
     )
@@ -111,7 +113,7 @@ def trained(tmp_path_factory):
 def test_a_checkpoint_has_what_is_trained_alone(trained):
     run_dir, trainer, state = trained
     names = named(reader.arrays_in(run_dir / "checkpoints" / NAME.format(2)))
-    params = [name for name in names if name.startswith("params/")]
+    params = [name for name in names if name.startswith(("params/", "ema/"))]
     assert params and all("/lora/" in name for name in params)
     log = (run_dir / "logs" / "process_0.log").read_text()
     assert "trained   " in log and "all others are frozen" in log
@@ -119,27 +121,28 @@ def test_a_checkpoint_has_what_is_trained_alone(trained):
 
 def test_a_run_resumes_on_another_layout(trained, tmp_path):
     run_dir, _, state = trained
-    run = run_of(adapted("llama"), "llama", steps=2, data=2, zero=1)
+    run = run_of(adapted("llama"), "llama", steps=2, ema=0.5, data=2, zero=1)
     output = OutputConfig(run_dir=str(tmp_path / "run"), resume=str(run_dir / "checkpoints" / NAME.format(1)))
     trainer = Trainer(run, output=output, data=Batches(run), devices=jax.devices()[:2])
     resumed = trainer.fit(initial_params=initial_params).state
-    got = named(resumed.params)
-    first, second = (
-        to_canonical(one.params, t.where) for one, t in ((resumed, trainer.training), (state, trained[1].training))
-    )
-    for name in got:
-        np.testing.assert_allclose(first[name], second[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    for part in ("params", "ema"):
+        pairs = (resumed, trainer.training), (state, trained[1].training)
+        first, second = (to_canonical(getattr(one, part), training.where) for one, training in pairs)
+        for name in named(getattr(resumed, part)):
+            np.testing.assert_allclose(first[name], second[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_merged_and_peft_exports(trained, tmp_path):
     run_dir, trainer, state = trained
-    logits = logits_of(trainer.training, state.params)
-    assert convert("export", run_dir, "--out", tmp_path / "merged") == 0
     plain = dataclasses.replace(model_of("llama"))
     run = dataclasses.replace(run_of(plain, "llama", adapters=False), parallel=ParallelConfig(schedule="1f1b"))
-    training = make_training(run, make_mesh(run.parallel))
-    same = logits_of(training, initial_params(str(tmp_path / "merged"), training))
-    np.testing.assert_allclose(same, logits, rtol=0, atol=2e-5)
+    training, found = make_training(run, make_mesh(run.parallel)), {}
+    for name, params, more in (("ema", overlaid(state.params, state.ema), ["--ema"]), ("merged", state.params, [])):
+        found[name] = logits_of(trainer.training, params)
+        assert convert("export", run_dir, "--out", tmp_path / name, *more) == 0
+        same = logits_of(training, initial_params(str(tmp_path / name), training))
+        np.testing.assert_allclose(same, found[name], rtol=0, atol=2e-5)
+    assert np.abs(found["ema"] - found["merged"]).max() > 1e-3
     assert open_tensors(tmp_path / "merged").keys() == open_tensors(golden("llama")).keys()
 
     assert convert("export", run_dir, "--out", tmp_path / "peft", "--peft") == 0

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax import pipelined_loss
 from megajax.checkpoint.layout import named, to_canonical
 from megajax.config import ConfigError
 from megajax.pipeline.options import ExecutorOptions
 from megajax.pipeline.stage import Stack
-from megajax.pipeline.trained import matches, merge, split, trained_mask
+from megajax.pipeline.trained import merge, overlaid, split, trained_mask
 from megajax.runtime.mesh import make_mesh
 from megajax.train.step import make_training
 from tests import small
@@ -23,6 +24,8 @@ LAYOUTS = {
     "interleaved": {"mesh": (1, 2, 2), "chunks": 2},
     "zero3": {"mesh": (2, 2, 1), "schedule": "zb_v", "chunks": 2, "zero": 3},
     "uneven": {"mesh": (2, 2, 1), "schedule": "1f1b", "zero": 1, "model": dataclasses.replace(MODEL, layers=3)},
+    "early": {"mesh": (1, 2, 1), "schedule": "zb_h1", "recompute": "none"},
+    "merged": {"mesh": (1, 4, 1), "schedule": "1f1b", "microbatches": 8},
     "experts": {
         "mesh": (2, 2, 1),
         "schedule": "1f1b",
@@ -40,11 +43,17 @@ def canonical(training, tree):
     return {name: np.asarray(leaf) for name, leaf in to_canonical(tree, training.where).items()}
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "zero3", "uneven"])
-def test_gradients_are_those_of_a_run_that_trains_all(layout):
+@pytest.mark.parametrize(
+    "layout, in_place",
+    [("interleaved", False), ("zero3", False), ("uneven", False), ("early", True), ("uneven", True), ("merged", True)],
+)
+def test_gradients_are_those_of_a_run_that_trains_all(layout, in_place, monkeypatch):
+    """`in_place`: as on GPUs; a forward then writes to the stash early, and gradients that are matmuls are in fp32."""
+    monkeypatch.setattr("megajax.train.step.updates_in_place", lambda device: in_place)
     model = LAYOUTS[layout].get("model", MODEL)
     loss, whole = small.expected(model)
     training, whole = training_of(**LAYOUTS[layout]), named(whole)
+    assert training.executor_options.in_place == in_place
     params = small.place(training, small.busy_params(model))
     found_loss, found = training.loss_and_gradients(params, small.make_batch(training.run))
     found = canonical(training, found)
@@ -120,11 +129,7 @@ def test_trees_are_split_and_merged():
     assert own == {"a": {"b": 1}, "d": {}} and frozen == {"a": {"c": 2}, "d": {"e": 3}}
     assert merge(own, frozen) == tree
     assert merge(*split(tree, None)) == tree
-
-
-def test_patterns():
-    assert matches("blocks/attention", "blocks/attention/qkv/kernel") and matches("*/bias", "shared/head/norm/bias")
-    assert not matches("attention", "blocks/attention/qkv/kernel") and not matches("blocks/att", "blocks/attention/x")
+    assert overlaid(tree, {"a": {"b": 5}, "d": {}}) == tree | {"a": {"b": 5, "c": 2}} and tree["a"]["b"] == 1
 
 
 def test_mistakes():
@@ -132,3 +137,18 @@ def test_mistakes():
         training_of(("blocks/atention/*",))
     with pytest.raises(ConfigError, match=r"freeze = \* leaves no parameter to train"):
         training_of(("*",))
+
+
+def test_a_pipelined_loss_has_zero_gradients_of_them():
+    model = dataclasses.replace(small.MODEL, lora=2)
+    canonical, rows = small.busy_params(model), small.make_batch(small.make_run(microbatches=1, model=model))
+    rows = {name: array.reshape(-1, *array.shape[2:]) for name, array in rows.items()}
+    loss = pipelined_loss(model, "zb_h1", jax.make_mesh((2, 2), ("data", "pipe")), microbatches=2)
+    value, gradients = jax.jit(jax.value_and_grad(loss))(loss.place(canonical), rows)
+    expected, whole = small.expected(model)
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+    mask, whole = named(trained_mask(loss.model)), named(whole)
+    for name, gradient in named(loss.canonical(gradients)).items():
+        wanted = whole[name] if mask[name] else np.zeros_like(whole[name])
+        np.testing.assert_allclose(gradient, wanted, rtol=2e-5, atol=2e-6, err_msg=name)
+    assert any(mask.values()) and not all(mask.values())
