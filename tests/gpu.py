@@ -80,7 +80,8 @@ def _child(fields: dict, folder: pathlib.Path) -> None:
     from megajax.runtime.mesh import make_mesh
     from megajax.train.step import make_training
 
-    run = run_of(ModelConfig(**fields["model"]), fields["microbatches"], **fields["train"], **fields["parallel"])
+    model = {name: tuple(one) if isinstance(one, list) else one for name, one in fields["model"].items()}
+    run = run_of(ModelConfig(**model), fields["microbatches"], **fields["train"], **fields["parallel"])
     devices = run.parallel.devices
     topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{devices}")
     training = make_training(run, make_mesh(run.parallel, topology.devices))

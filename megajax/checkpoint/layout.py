@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,11 @@ class StateLayout:
     shapes: Tree
     shardings: Tree
     where: StageLayers
+
+    def with_params(self, of: Callable[[Tree], Tree]) -> "StateLayout":
+        """The layout of a state with `of(params)` in place of its parameters, a part of them."""
+        part = lambda state: dataclasses.replace(state, params=of(state.params))  # noqa: E731
+        return dataclasses.replace(self, shapes=part(self.shapes), shardings=part(self.shardings))
 
 
 def named(tree: Tree, only: Container[str] | None = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from megajax.config import RunConfig, near, padded_vocabulary
 
 # A leaf of this name only carries measurements out of a step (`models/moe.py`): it is zero, and its size may differ.
 MEASUREMENTS = "router/losses"
+NO_AVERAGE = "has no averaged weights: its run was without --ema-decay; omit --ema"
 
 
 def shape_problem(name: str, stored: Mapping[str, tuple[int, ...]], shape: tuple[int, ...], run: RunConfig) -> str:
@@ -22,7 +23,7 @@ def shape_problem(name: str, stored: Mapping[str, tuple[int, ...]], shape: tuple
     if name not in stored and name.startswith("optimizer_state/"):
         return f"has no {name}: it was saved with another optimizer; pass that --optimizer, or Trainer(optimizer=...)"
     if name not in stored and name.startswith("ema/"):
-        return "has no averaged weights: its run was without --ema-decay; omit --ema"
+        return NO_AVERAGE
     if name not in stored:
         return f"has no {name}: {near(name, stored)}"
     found, vocabulary = tuple(stored[name]), getattr(run.model, "vocabulary", None)

@@ -36,7 +36,7 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     "inspect": _words("--arrays --sample --trust --verify"),
     "import": LAUNCH | _words("--end-of-document --run-dir --sequence-length --tokenizer"),
     "import-megatron": LAUNCH | _words("--end-of-document --run-dir --sequence-length --step --tokenizer --vocabulary"),
-    "export": LAUNCH | _words("--dtype --ema --max-shard-size --out --step"),
+    "export": LAUNCH | _words("--dtype --ema --max-shard-size --out --peft --step"),
     "generate": LAUNCH
     | _words(
         "--apply-chat-template --batch --chat-template --data --devices --ema --generation-config --ignore-end --init-from "
@@ -53,8 +53,8 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     "evaluate-squad": _words("--no-answer --out --predictions --rules --task-data --threshold"),
     "plan": MODEL
     | _words(
-        "--attention --budget --calibrate --cluster --compare --deadline --ema-decay --expert --global-batch-size --gpu "
-        "--gpus --html --import --json --memory-margin --microbatch-size --model --optimizer --out --plot --precision "
+        "--attention --budget --calibrate --cluster --compare --deadline --ema-decay --expert --freeze --global-batch-size "
+        "--gpu --gpus --html --import --json --memory-margin --microbatch-size --model --optimizer --out --plot --precision "
         "--recompute --schedule --search --tokens --top --vocab-parallel --zero"
     ),
     "dryrun": _words("--cluster --gpu --import --json --model-only --run --save-hlo --timeout"),

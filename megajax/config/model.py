@@ -9,6 +9,7 @@ from megajax.config.errors import ConfigError, divisors, either, multiples, one_
 from megajax.config.experts import ONLY_WITH_EXPERTS, check_expert_parallel, check_experts, expert_parameters
 from megajax.config.fields import check_fields, setting
 from megajax.config.layer_kinds import DENSE, check_kinds_parallel, check_layer_kinds, model_kinds
+from megajax.config.lora import check_lora, lora_parameters
 from megajax.config.parallel import ParallelConfig
 from megajax.config.rotary import check_rotary
 
@@ -108,6 +109,20 @@ class ModelConfig:
     tied_embeddings: bool = setting(True, "the output head uses the token embedding's weights")
     biases: bool = setting(True, "linear layers and layer norms add a bias (an rmsnorm never does)")
     qkv_biases: bool | None = setting(None, "queries, keys and values add a bias", shown_default="as biases")
+    lora: int = setting(
+        0,
+        "rank of adapters (LoRA), which are trained in place of the model's own weights; 0: none",
+        low=0,
+        metavar="RANK",
+    )
+    lora_alpha: float | None = setting(None, "adapters are scaled by lora_alpha / lora", shown_default="lora")
+    lora_targets: tuple[str, ...] = setting(
+        (),
+        "projections with adapters, by their names in transformers or Megatron: q_proj,v_proj,linear_fc2; or all-linear",
+        metavar="NAME,...",
+        shown_default="q_proj,v_proj; linear_qkv of a GPT",
+    )
+    lora_dropout: float = setting(0.0, "probability of dropping an element of what adapters read", low=0, below=1)
     init_deviation: float = setting(0.02, "standard deviation of the initial weights")
     norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
 
@@ -165,7 +180,7 @@ class ModelConfig:
 
     @property
     def parameters(self) -> int:
-        """Exact number of trainable parameters, with the vocabulary unpadded.
+        """Exact number of parameters, adapters too, with the vocabulary unpadded.
 
         For a GPT this is 2104.04473 equation 2 plus the final layer norm's 2 * hidden, which that equation leaves out.
         """
@@ -181,7 +196,7 @@ class ModelConfig:
         mlp += (self.layers - dense) * expert_parameters(self) if self.experts else 0
         position_table = self.sequence_length * self.hidden if self.positions == "learned" else 0
         token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * (attention + 2 * norm) + mlp + position_table + token_tables + norm
+        return self.layers * (attention + 2 * norm) + mlp + position_table + token_tables + norm + lora_parameters(self)
 
     @property
     def query_key_norm_parameters(self) -> int:
@@ -225,6 +240,7 @@ class ModelConfig:
         check_rotary(self)
         check_experts(self)
         check_layer_kinds(self)
+        check_lora(self)
 
     def check_parallel(self, parallel: ParallelConfig) -> None:
         """Checks that this model's arrays can be split as `parallel` requires; both are already validated.
@@ -273,11 +289,12 @@ class ModelConfig:
                     )
                     + "."
                 )
-        if parallel.context > 1 and self.dropout > 0:
-            raise ConfigError(
-                f"dropout = {self.dropout}, but dropout masks are drawn for whole sequences and context = "
-                f"{parallel.context} splits them: pass --dropout 0 or --context 1."
-            )
+        for name in ("dropout", "lora_dropout"):
+            if parallel.context > 1 and getattr(self, name) > 0:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)}, but dropout masks are drawn for whole sequences and context = "
+                    f"{parallel.context} splits them: pass --{name.replace('_', '-')} 0 or --context 1."
+                )
 
 
 def padded_vocabulary(vocabulary: int, shares: int) -> int:

@@ -88,6 +88,11 @@ class RunConfig:
         _check_layers(self)
         _check_batch(self)
         check_microbatches(self)
+        adapters = self.train.init_adapters
+        if adapters and not (getattr(self.model, "lora", 0) and self.train.init_from):
+            raise ConfigError(
+                f"init_adapters = {adapters} needs a model that they are for: pass --init-from and --lora."
+            )
         if self.train.matmul_dtype == "fp8" and "tensor_overlap" in self.parallel.rings:
             raise ConfigError(
                 "matmul_dtype = fp8 does not work with tensor_overlap = ring, which has separate matmuls: pass "

@@ -6,6 +6,7 @@ from typing import Any
 
 from megajax.config.bert import BertConfig
 from megajax.config.layer_kinds import model_kinds
+from megajax.config.lora import lora_targets
 from megajax.config.model import ModelConfig
 
 __all__ = ["changed_parameters"]
@@ -57,6 +58,7 @@ def _parameters(model: ModelConfig) -> dict[str, Any]:
         "norm": model.norm == "layernorm" and model.biases,
         "query_key_norm": model.query_key_norm and model.query_key_norm_over,
         "experts": model.experts,
+        "lora": (model.lora, lora_targets(model.of_kind("dense") if model.layer_kinds else model)),
     }
     if model.experts:
         dense = model.of_kind("dense").feedforward_size if model.layer_kinds else None

@@ -99,6 +99,20 @@ class TrainConfig:
         text_kind="path",
         shown_default="random weights",
     )
+    init_adapters: str | None = setting(
+        None,
+        "start from adapters to init_from's model, a directory with PEFT's adapter_config.json and "
+        "adapter_model.safetensors",
+        metavar="DIR",
+        text_kind="path",
+        shown_default="A random, B zero",
+    )
+    freeze: tuple[str, ...] = setting(
+        (),
+        "the parameters that PATTERN matches are not trained: blocks/attention, '*/bias'; may be repeated",
+        metavar="PATTERN",
+        list_style="repeat",
+    )
     precision: str = setting(
         "bf16", "data type of the forward and backward pass; weights stay fp32", ("bf16", "fp32", "fp16")
     )

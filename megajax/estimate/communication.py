@@ -23,7 +23,15 @@ from megajax.config import ParallelConfig, RunConfig
 from megajax.estimate import model_costs
 from megajax.estimate.expert_dispatch import CHOICES, GATHER, dispatches, sent_share
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
-from megajax.estimate.memory import ITEMSIZE, Sharding, block_parameters, rank_parameters, rows_of, shared_parameters
+from megajax.estimate.memory import (
+    ITEMSIZE,
+    Sharding,
+    block_parameters,
+    rows_of,
+    trained_rank_parameters,
+    trained_shared_parameters,
+)
+from megajax.estimate.trained import trained_parameters
 from megajax.models.costs import ModelCosts
 from megajax.pipeline.program import StepProgram
 
@@ -217,13 +225,20 @@ def _data(run: RunConfig) -> list[Sent]:
         times, each = context_sends(run)
         formula = "(6C-4) bsgd/(Ct) per layer and microbatch"
         lines.append(Sent("data", PERMUTE, "keys, values round a ring", BLOCKS, formula, times, each * item))
-    for kind in layers_of_kinds(run) if run.parallel.zero == 3 else ():
-        lines += replica_sends(run, block_parameters(kind.run), kind.rank_slots)
+    trained = trained_parameters(run)
+    for number, kind in enumerate(layers_of_kinds(run) if run.parallel.zero == 3 else ()):
+        own = trained.blocks[number] if trained else None
+        lines += replica_sends(run, block_parameters(kind.run), kind.rank_slots, own)
     return lines
 
 
-def replica_sends(run: RunConfig, held: tuple[int, int], blocks: int = 0) -> list[Sent]:
-    """The sums of gradients of (parameters, experts'), with ZeRO scattered, weights gathered: once, or by so many blocks."""
+def replica_sends(
+    run: RunConfig, held: tuple[int, int], blocks: int = 0, trained: tuple[int, int] | None = None
+) -> list[Sent]:
+    """The sums of gradients of (parameters, experts'), with ZeRO scattered, weights gathered: once, or by so many blocks.
+
+    `trained`: those of `held` that have gradients; None: all.
+    """
     zero, replicas, degree = run.parallel.zero, run.parallel.replicas, run.parallel.expert
     passes, ways, part = (run.microbatches * blocks, 2, BLOCKS) if blocks else (1, 1, STEP)  # forward and backward
     formula = "(dC-1)/(dC) of a device's {}, " + ("blocks' {}per microbatch, the rest once" if zero == 3 else "once")
@@ -235,11 +250,13 @@ def replica_sends(run: RunConfig, held: tuple[int, int], blocks: int = 0) -> lis
     if zero == 0:
         kinds = [(REDUCE, "gradients", f"2 {scattered}", 1, 2 * GRADIENT)]
     # Experts have dC/N replicas, every N-th on the axis.
-    groups = [(held[0], replicas, 1), (held[1], replicas // degree, degree)]
+    groups = lambda kind: zip(  # noqa: E731
+        held if trained is None or kind == GATHER else trained, (replicas, replicas // degree), (1, degree), strict=True
+    )
     return [
         Sent("data", kind, what, part, formula, times, (size - 1) / size * count * item, True, size, apart)
         for kind, what, formula, times, item in kinds
-        for count, size, apart in groups
+        for count, size, apart in groups(kind)
         if count and size > 1
     ]
 
@@ -251,7 +268,7 @@ def step_sends(run: RunConfig) -> list[Sent]:
     """
     parallel, replicas, pipe, rest = run.parallel, run.parallel.replicas, run.parallel.pipe, _on_all_stages(run)
     together = parallel.zero == 0 and replicas > 1 and pipe > 1
-    common, experts = rank_parameters(run, Sharding.from_config(run))
+    common, experts = trained_rank_parameters(run, Sharding.from_config(run))
     held = (_shared(run), 0) if parallel.zero == 3 else (common - rest * together, experts)  # blocks': see `_data`
     lines = replica_sends(run, held)
     axis, degrees, size = ("data and pipe", "(dCp-1)/(dCp)", replicas * pipe) if together else ("pipe", "(p-1)/p", pipe)
@@ -263,15 +280,16 @@ def step_sends(run: RunConfig) -> list[Sent]:
 
 
 def _on_all_stages(run: RunConfig) -> int:
-    """Parameters outside the blocks that all stages of a pipeline hold, on a device."""
+    """Trained parameters outside the blocks that all stages of a pipeline hold, on a device."""
+    if trained := trained_parameters(run):
+        return trained.on_all_stages
     over_pipe = Sharding.from_config(run).vocabulary_over_pipe
     return model_costs(run.model).shared.on_device(run.parallel.tensor) if over_pipe else _shared(run)
 
 
 def _shared(run: RunConfig) -> int:
-    """Parameters outside the blocks on a device."""
-    sharding = Sharding.from_config(run)
-    return shared_parameters(model_costs(run.model), run.parallel.tensor, run.parallel.pipe, sharding)
+    """Trained parameters outside the blocks on a device."""
+    return trained_shared_parameters(run, Sharding.from_config(run))
 
 
 def context_sends(run: RunConfig) -> tuple[float, float]:

@@ -11,6 +11,7 @@ sequences. Two MFUs are comparable only if they count attention in the same way;
 
 from megajax.config import RunConfig
 from megajax.estimate import model_costs
+from megajax.estimate.trained import trained_parameters
 from megajax.models.costs import ModelCosts
 
 
@@ -36,8 +37,16 @@ def forward_flops(model: ModelCosts) -> dict[str, int]:
 
 
 def flops_per_step(run: RunConfig) -> int:
-    """Model FLOPs of one optimizer step, over all devices."""
-    return 3 * sum(forward_flops(model_costs(run.model)).values()) * run.train.global_batch_size
+    """Model FLOPs of one optimizer step, over all devices; of frozen weights without their gradients' matmuls."""
+    model = model_costs(run.model)
+    forward, trained = forward_flops(model), trained_parameters(run)
+    frozen = 0.0
+    if trained:
+        matrices = {one.name for _, kind in model.layers_of_kinds for one in kind.matmuls}
+        frozen = (1 - trained.matrices) * sum(forward[name] for name in matrices) + (1 - trained.tables) * forward[
+            "logits"
+        ]
+    return round(3 * sum(forward.values()) - frozen) * run.train.global_batch_size
 
 
 def causal_flops_per_step(run: RunConfig) -> int:

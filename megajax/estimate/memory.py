@@ -15,6 +15,7 @@ from megajax.estimate.gpus import is_fused
 from megajax.estimate.kinds import layers_of_kinds
 from megajax.estimate.muon_matrices import matrices_of
 from megajax.estimate.optimizer_state import bytes_per_parameter
+from megajax.estimate.trained import trained_parameters
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.program import StepProgram
@@ -84,6 +85,30 @@ def rank_block_parameters(run: RunConfig) -> tuple[int, int]:
     return sum(slots * common for slots, (common, _) in held), sum(slots * experts for slots, (_, experts) in held)
 
 
+def trained_rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
+    """Those of `rank_parameters` that are trained."""
+    trained = trained_parameters(run)
+    if trained is None:
+        return rank_parameters(run, sharding)
+    slots = [kind.rank_slots for kind in layers_of_kinds(run)]
+    common, experts = (
+        sum(n * block[which] for n, block in zip(slots, trained.blocks, strict=True)) for which in (0, 1)
+    )
+    return common + trained.shared, experts
+
+
+def frozen_parameters(run: RunConfig, sharding: Sharding) -> int:
+    """Parameters on one device that are not trained: stored as they are computed with, of blocks sharded by ZeRO-3."""
+    trained = trained_parameters(run)
+    if trained is None:
+        return 0
+    shared = shared_parameters(model_costs(run.model), run.parallel.tensor, run.parallel.pipe, sharding)
+    own = trained_rank_parameters(run, sharding)
+    common, experts = (max(0, a - b) for a, b in zip(rank_parameters(run, sharding), own, strict=True))
+    outside = max(0, shared - trained.shared)
+    return outside + sharded_parameters(run, (max(0, common - outside), experts), sharding.zero >= 3)
+
+
 def sharded_parameters(run: RunConfig, of_rank: tuple[int, int], is_sharded: bool) -> int:
     """Parameters of a rank on one device (`rank_parameters`), sharded over their replicas or not."""
     (common, experts), replicas = of_rank, run.parallel.replicas
@@ -100,17 +125,17 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
       slots: of the program; its own (`StepProgram.slots`) if not given.
 
     Returns:
-      "weights" fp32; "optimizer" its state, fp32, and the average of the weights; "gradients" fp32 sums; "16-bit weights"
-      those that the step computes with (none in fp32), two versions of both if the schedule does not drain; "stash" values
-      kept from forwards to backwards; "copies" of the stash that XLA makes; "input to weight gradients" values that zero
-      bubble's I keeps for its W; "inboxes" received activations and gradients; "workspace" of the block (or the head) being
-      computed.
+      "weights" fp32, frozen ones in the precision; "optimizer" its state, fp32, and the average of the weights;
+      "gradients" fp32 sums; "16-bit weights" those that the step computes with besides (none in fp32), two versions of both
+      if the schedule does not drain; "stash" values kept from forwards to backwards; "copies" of the stash that XLA makes;
+      "input to weight gradients" values that zero bubble's I keeps for its W; "inboxes" received activations and gradients;
+      "workspace" of the block (or the head) being computed.
     """
     model, parallel, kinds = model_costs(run.model), run.parallel, layers_of_kinds(run)
     item, program = ITEMSIZE[run.train.precision], StepProgram.of(run)
     sharding, swapped = sharding or Sharding.from_config(run), 0 if slots else _swapped_sums(program)
     slots = slots or program.slots
-    of_rank = rank_parameters(run, sharding)
+    of_rank, frozen = trained_rank_parameters(run, sharding), item * frozen_parameters(run, sharding)
     state, work = (sharded_parameters(run, of_rank, sharding.zero >= level) for level in (1, 3))
     versions = 1 if program.drains else 2  # of weights, and of the gradients of each
     residual = rows_of(model, parallel) * model.hidden * item // parallel.sequence_shares
@@ -127,7 +152,10 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     # hoists the transposition of the blocks' weights out of the loops.
     transposed = item * sum(rank_block_parameters(run)) if run.train.matmul_dtype == "fp8" else 0
     during = {
-        "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0) + gathered + transposed,
+        "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0)
+        + (versions * frozen if versions > 1 else 0)
+        + gathered
+        + transposed,
         "stash": stashed * of_chunk(lambda run, item: kept_of_block(run, item, mode)),
         "copies": max(0, copies - beside) + max(0, swapped - workspace),
         "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
@@ -139,10 +167,10 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     # Replicas sum a copy of the previous batch's gradients while the state in flight is allocated. ZeRO-1 scatters the sum.
     summed = 4 * work + (4 * state if sharding.zero else 0) if versions > 1 and parallel.replicas > 1 else 0
     # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
-    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding) if sharding.zero >= 3 else 0
+    shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
     unscattered = 4 * (shared - shared // parallel.replicas)
     return {
-        "weights": 4 * state,
+        "weights": 4 * state + frozen,
         "optimizer": _optimizer_state(run, state, sharding),
         "gradients": versions * 4 * work + unscattered,
         **during,
@@ -161,16 +189,23 @@ def _update(run: RunConfig) -> int:
 def _optimizer_state(run: RunConfig, held: int, sharding: Sharding) -> int:
     """Bytes of the optimizer's state and of the average of the weights.
 
-    A device has the part of them that it has of the `held` fp32 weights.
+    A device has the part of them that it has of the `held` fp32 weights, those that are trained.
     """
     average = 0 if run.train.ema_decay is None else 4 * held
     if run.train.optimizer == "adamw":
         return 8 * held + average  # two moments of each parameter, whatever the shapes of the model's
-    of_blocks, of_shared = bytes_per_parameter(run.model, run.train.optimizer)
-    model, parallel = model_costs(run.model), run.parallel
-    shared = shared_parameters(model, parallel.tensor, parallel.pipe, sharding)
-    shared //= parallel.replicas if sharding.zero else 1
+    of_blocks, of_shared = bytes_per_parameter(run.model, run.train.optimizer, run.train.freeze)
+    shared = trained_shared_parameters(run, sharding)
+    shared //= run.parallel.replicas if sharding.zero else 1
     return round(of_blocks * (held - shared) + of_shared * shared) + average
+
+
+def trained_shared_parameters(run: RunConfig, sharding: Sharding) -> int:
+    """Those of `shared_parameters` that are trained."""
+    trained = trained_parameters(run)
+    if trained is not None:
+        return trained.shared
+    return shared_parameters(model_costs(run.model), run.parallel.tensor, run.parallel.pipe, sharding)
 
 
 def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
@@ -252,6 +287,8 @@ def _swapped_sums(program: StepProgram) -> int:
     computed. On more than two ranks with replicas it starts them in two buffers, and does not.
     """
     parallel, model = program.run.parallel, model_costs(program.run.model)
+    if trained_parameters(program.run) is not None:
+        return 0
     shapes = {one.name: one.on_device(parallel.tensor) for one in model.matmuls}
     apart = parallel.pipe > 2 and parallel.replicas > 1
     merged = parallel.pipe > 1 and program.merges and program.paired
@@ -299,7 +336,7 @@ def _block_workspace(run: RunConfig, item: int) -> int:
     """
     model, parallel = model_costs(run.model), run.parallel
     rows, tensor = rows_of(model, parallel), parallel.tensor
-    widths = ((one.split, *one.on_device(tensor)) for one in model.matmuls)
+    widths = ((one.split, *one.on_device(tensor)) for one in model.matmuls if not one.added)
     inner = sum(inputs if split == "row" else outputs for split, inputs, outputs in widths)
     whole = item * rows * model.hidden
     residual = whole // parallel.sequence_shares

@@ -13,6 +13,7 @@ from megajax.estimate.kinds import layers_of_kinds
 from megajax.models.interface import model_class
 from megajax.ops.optimizers.context import OptimizerContext
 from megajax.ops.optimizers.muon import STEPS, muon_matrices
+from megajax.pipeline.trained import only_trained, trained_mask
 from megajax.sharding.rules import DEFAULT_TABLE
 from megajax.sharding.whole_layers import layer_counts
 
@@ -61,7 +62,7 @@ def matrices_of(run: RunConfig) -> Iterator[Matrices]:
     """Of each parameter that Muon orthogonalises, what a device does."""
     parallel = run.parallel
     for kind in layers_of_kinds(run):
-        for rows, columns, experts, is_split in _shapes(kind.run.model):
+        for rows, columns, experts, is_split in _shapes(kind.run.model, run.train.freeze):
             replicas = parallel.replicas // (parallel.expert if experts else 1)
             replicas = replicas if parallel.zero else 1
             tensor, count = parallel.tensor if is_split else 1, experts // parallel.expert if experts else 1
@@ -71,12 +72,13 @@ def matrices_of(run: RunConfig) -> Iterator[Matrices]:
 
 
 @functools.lru_cache(maxsize=256)
-def _shapes(model: Any) -> tuple[tuple[int, int, int, bool], ...]:
-    """Rows, columns, experts (0: none) and whether tensor splits it, of each array of a layer that is a matrix."""
+def _shapes(model: Any, freeze: tuple[str, ...]) -> tuple[tuple[int, int, int, bool], ...]:
+    """Rows, columns, experts (0: none) and whether tensor splits it, of each trained array of a layer that is a matrix."""
     build = model_class(model)(model)
-    shapes, axes = jax.eval_shape(lambda: build.init(jax.random.key(0))), build.logical_axes()
+    own = functools.partial(only_trained, trained=trained_mask(build, freeze))
+    shapes, axes = own(jax.eval_shape(lambda: build.init(jax.random.key(0)))), own(build.logical_axes())
     unused = lambda samples: samples  # noqa: E731
-    context = OptimizerContext(TrainConfig(), build.decay_mask(), axes, unused, unused, unused)
+    context = OptimizerContext(TrainConfig(), own(build.decay_mask()), axes, unused, unused, unused)
     leaf = lambda node: node is None or hasattr(node, "reduction_axis")  # noqa: E731
     found = []
     for sides, shape, names in zip(

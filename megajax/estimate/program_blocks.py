@@ -24,6 +24,7 @@ from megajax.estimate.memory import block_parameters, is_gated, kept_for_weights
 from megajax.estimate.merged_ticks import exposed_parts, has_latencies
 from megajax.estimate.program_kernels import Work
 from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, in_a_host
+from megajax.estimate.trained import trained_parameters
 
 __all__ = ["Blocks"]
 
@@ -205,7 +206,10 @@ class Blocks(ExpertKernels):
     @functools.cached_property
     def _weight_kernels(self) -> Work:
         """The matmuls of the weights' gradients, added in place."""
-        return self._matmuls(self._products, "weights")
+        trained, work = trained_parameters(self.program.run), self._matmuls(self._products, "weights")
+        if trained is None:
+            return work
+        return Work(matmul=trained.matrices * work.matmul, gaps=trained.matrices * work.gaps)
 
     @property
     def _parts(self) -> int:

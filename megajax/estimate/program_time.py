@@ -12,7 +12,7 @@ from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate.communication import step_sends
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
-from megajax.estimate.memory import rank_parameters, sharded_parameters
+from megajax.estimate.memory import sharded_parameters, trained_rank_parameters
 from megajax.estimate.program_blocks import Blocks
 from megajax.estimate.program_kernels import Kernels, Work
 from megajax.estimate.update_time import update_work
@@ -149,7 +149,7 @@ class Program(Kernels):
     def once(self) -> Work:
         """The work done once in a step, after the last tick."""
         run, parallel = self.run, self.parallel
-        held, zero = rank_parameters(run, self.sharding), self.sharding.zero
+        held, zero = trained_rank_parameters(run, self.sharding), self.sharding.zero
         state, sums = (sharded_parameters(run, held, is_sharded) for is_sharded in (zero > 0, zero == 3))
         in_memory = not (self.program.unrolls or parallel.offload_activations)
         kept = sum(kind.kept * slots for kind, slots in self.kinds)

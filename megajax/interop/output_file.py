@@ -1,12 +1,20 @@
-"""The file that a command writes its results to: `--out` of generation and evaluation."""
+"""What a command writes to: the file of `--out` of generation and evaluation, the directory of an import or export."""
 
+import contextlib
 import os
 import pathlib
+import shutil
+from collections.abc import Iterator
 
+import jax
+
+from megajax.checkpoint.writer import on_all_processes, reason_of
 from megajax.config import ConfigError
 from megajax.schedules.paths import tell_replaced
 
-__all__ = ["OutputFile", "unwritable"]
+__all__ = ["OutputFile", "replace_directory", "unwritable"]
+
+TEMPORARY = ".unfinished"
 
 
 class OutputFile:
@@ -19,7 +27,7 @@ class OutputFile:
           ConfigError: it cannot be written.
         """
         self.path = pathlib.Path(path)
-        self.unfinished = self.path.with_name(self.path.name + ".unfinished")
+        self.unfinished = self.path.with_name(self.path.name + TEMPORARY)
         try:
             if self.path.is_dir():
                 raise IsADirectoryError(21, "Is a directory")
@@ -48,3 +56,37 @@ def unwritable(path: pathlib.Path, error: Exception) -> ConfigError:
     """The error of a file of `--out` that cannot be written."""
     reason = getattr(error, "strerror", None) or error
     return ConfigError(f"cannot write {path}: {reason}; give --out the path of a file.")
+
+
+@contextlib.contextmanager
+def replace_directory(path: pathlib.Path, option: str) -> Iterator[pathlib.Path]:
+    """A temporary directory beside `path`, renamed to it at the end, and deleted after an error. All processes enter it.
+
+    Raises:
+      ConfigError: `path` has files, or cannot be written.
+    """
+    path = path.absolute()
+    unfinished, is_first = path.with_name(path.name + TEMPORARY), jax.process_index() == 0
+
+    def start() -> None:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"{path} exists and is not an empty directory: pass another {option}")
+        if is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+
+    def finish() -> None:
+        if is_first:
+            if path.exists():
+                path.rmdir()
+            unfinished.rename(path)
+
+    try:
+        on_all_processes(f"{option}/start", start)
+        yield unfinished
+        on_all_processes(f"{option}/finish", finish)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {reason_of(error)}; pass another {option}") from None
+    finally:
+        if is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)

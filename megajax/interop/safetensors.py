@@ -19,7 +19,18 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.schedules.errors import shown
 
-__all__ = ["DTYPES", "EIGHT_BITS", "FLOATS", "INDEX", "Shards", "StoredTensor", "Tensor", "has_tensors", "open_tensors"]
+__all__ = [
+    "DTYPES",
+    "EIGHT_BITS",
+    "FLOATS",
+    "INDEX",
+    "Shards",
+    "StoredTensor",
+    "Tensor",
+    "has_tensors",
+    "open_file",
+    "open_tensors",
+]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
@@ -97,14 +108,14 @@ def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
       ConfigError: a file is missing, truncated, or not in the format; or the index does not fit its files.
     """
     if (directory / SINGLE).exists():
-        return _read_header(directory / SINGLE)
+        return open_file(directory / SINGLE)
     if not (directory / INDEX).exists():
         others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in directory.glob(pattern))
         remedy = "import that file" if others[:1] and others[0].endswith("gguf") else CONVERT
         instead = f" (but {others[0]}: {remedy})" if others else ""
         raise ConfigError(f"{directory} has neither {SINGLE} nor {INDEX}{instead}; give a directory that has one")
     names = _read_index(directory / INDEX)
-    files = {file: _read_header(directory / file) for file in sorted(set(names.values()))}
+    files = {file: open_file(directory / file) for file in sorted(set(names.values()))}
     for name, file in names.items():
         if name not in files[file]:
             raise ConfigError(f"{directory / INDEX} says that {name} is in {file}, which does not have it")
@@ -129,7 +140,12 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
     return names
 
 
-def _read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
+def open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
+    """All tensors of one file. Reads its header only.
+
+    Raises:
+      ConfigError: it is missing, truncated, or not in the format.
+    """
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:

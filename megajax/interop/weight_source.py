@@ -9,15 +9,20 @@ import hashlib
 import pathlib
 from typing import Any, Protocol
 
+import jax
+
 from megajax.checkpoint.directory import NAME, complete_steps
-from megajax.checkpoint.layout import StateLayout
+from megajax.checkpoint.layout import StateLayout, name_of, named
 from megajax.checkpoint.run_files import MODEL
+from megajax.checkpoint.shapes import NO_AVERAGE
 from megajax.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.cli import Request, parse
+from megajax.config.lora import base_model
 from megajax.data.hub import local_directory
 from megajax.data.source import tokenizer_of_model
 from megajax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_hash
 from megajax.interop.hugging_face.config import read_config, tokenizer_options
+from megajax.pipeline.trained import merge, split
 from megajax.runtime.exchange import broadcast
 
 __all__ = ["HuggingFaceSource", "RunDirectorySource", "WeightSource", "WeightTarget", "files_stamp", "open_source"]
@@ -98,12 +103,13 @@ class RunDirectorySource:
     def __init__(self, run_dir: str, step: int | None, trust: bool = False, ema: bool = False):
         """Reads the configuration and finds the checkpoint.
 
-        `trust`: imports the files that the configuration names, whoever has written it; `ema`: loads the averaged weights.
+        `trust`: imports the files that the configuration names, whoever has written it; `ema`: loads the averages of
+        the weights that were trained.
 
         Raises:
           ConfigError: the directory has no configuration or no such checkpoint, or its tokenizer cannot be loaded.
         """
-        directory, self._part = pathlib.Path(run_dir).absolute(), "ema" if ema else "params"
+        directory, self._averaged = pathlib.Path(run_dir).absolute(), ema
         config, steps = directory / "config.toml", complete_steps(directory / "checkpoints")
         if not config.is_file():
             problem = "has no config.toml" if directory.is_dir() else "is not a directory"
@@ -134,10 +140,34 @@ class RunDirectorySource:
 
         meta = {"name": self.tokenizer.name, "hash": tokenizer_hash(self.tokenizer)}
         layout = target.params_layout
-        shapes, shardings = ({self._part: tree["params"]} for tree in (layout.shapes, layout.shardings))
+        stored = named(reader.arrays_in(self.path)).keys()
+        rest, found = (layout.shapes["params"], layout.shardings["params"]), {}
+        for part in ("ema", "params") if self._averaged else ("params",):
+            has = lambda path, _, part=part: f"{part}/{name_of(path)}" in stored  # noqa: E731
+            mask = jax.tree_util.tree_map_with_path(has, rest[0])
+            found[part], rest = zip(*(split(tree, mask) for tree in rest), strict=True)
+        if self._averaged and not jax.tree.leaves(found["ema"][0]):
+            raise ConfigError(f"checkpoint {self.path} {NO_AVERAGE}.")
+        source = self.run(target.run.train.precision).train.init_from  # a target may have no options of training
+        is_apart = source is not None and bool(jax.tree.leaves(rest[0]))
+        if not is_apart:  # the reader names what is missing
+            found["params"] = tuple(map(merge, found["params"], rest))
+        shapes, shardings = ({part: trees[kind] for part, trees in found.items()} for kind in (0, 1))
         layout = dataclasses.replace(layout, shapes=shapes, shardings=shardings)
         state = reader.load(self.path, target.run, layout, meta)[0]
-        return target.weights(state.pop(self._part))
+        params = merge(state.pop("ema", {}), state.pop("params"))
+        if is_apart:  # a run that trained adapters: the checkpoint has these, and not the model that they are for
+            whole = dataclasses.replace(layout, shapes=rest[0], shardings=rest[1])
+            params = merge(params, _base_params(source, base_model(target.run.model), whole))
+        return target.weights(params)
+
+
+def _base_params(source: str, model: Any, layout: StateLayout) -> Tree:
+    """The weights in `layout` of the model that a run has started from."""
+    from megajax.interop.hugging_face.weights import load_params
+
+    path = pathlib.Path(local_directory(source, "--init-from"))
+    return load_params(path, read_config(path)[0].name, model, layout)
 
 
 class HuggingFaceSource:

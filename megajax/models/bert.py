@@ -22,6 +22,7 @@ from jax import lax
 
 from megajax.config import BertConfig
 from megajax.config.batch_ramp import PADDING
+from megajax.config.lora import is_base
 from megajax.models import remat
 from megajax.models.costs import Matmul, ModelCosts, Parameters
 from megajax.models.gpt import LOGITS, TABLE, Embedding, token_table
@@ -223,6 +224,10 @@ class BERT(NNXModel):
     shared_module = BertShared
     saved_names = remat.MODES
     vocabulary_over_pipe = True
+
+    def trains(self, name: str, of: nnx.Param) -> bool:
+        """With adapters, these and a task's head."""
+        return super().trains(name, of) and not is_base(self.config, name)
 
     def prepare_microbatch(self, microbatch: Microbatch) -> Microbatch:
         """With rotary positions, also their table."""

@@ -32,6 +32,7 @@ class Matmul:
       split: how a tensor group splits the weight (1909.08053 section 3): "column" splits the outputs, "row" the inputs
         (its product is summed over the group), None not at all.
       recomputed: recompute modes in which the backward pass repeats it.
+      added: its result is added to another matmul's, in place.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Matmul:
     outputs: int
     split: str | None = None
     recomputed: tuple[str, ...] = ()
+    added: bool = False
 
     def on_device(self, tensor: int) -> tuple[float, float]:
         """(inputs, outputs) of the weight's part on one device of a tensor group of this size."""

@@ -16,6 +16,7 @@ from flax import nnx
 
 from megajax.config import ModelConfig, padded_vocabulary
 from megajax.config.layer_kinds import SPARSE
+from megajax.config.lora import is_base
 from megajax.models import moe, remat
 from megajax.models.costs import ModelCosts
 from megajax.models.ids import Ids
@@ -149,6 +150,10 @@ class GPT(NNXModel):
     has_loss_options = True
     scaled_arrays = moe.SCALED
 
+    def trains(self, name: str, of: nnx.Param) -> bool:
+        """With adapters, only these."""
+        return super().trains(name, of) and not is_base(self.config, name)
+
     @property
     def measured_kind(self) -> str | None:
         """Only sparse layers have routers."""
@@ -165,7 +170,7 @@ class GPT(NNXModel):
 
     def apply_measurements(self, updates: Tree, measurements: Mapping[str, jax.Array]) -> Tree:
         """Moves the biases that balance experts."""
-        if not self.config.experts or not self.config.balance_bias_rate:
+        if not self.config.balance_bias_rate or "expert_load" not in measurements:
             return updates
         return moe.move_biases(updates, measurements["expert_load"], self.config.balance_bias_rate)
 

@@ -177,6 +177,13 @@ class PipelineModel(abc.ABC):
         """A tree like the parameters of bools: whether a leaf is computed with in fp32 in any precision. Default: none."""
         return jax.tree.map(lambda _: False, self.decay_mask())
 
+    def trainable_mask(self) -> Tree:
+        """A tree like the parameters of bools: whether a leaf is trained. Default: all.
+
+        The others are frozen: nothing of a step but the forward and the gradient of x reads them (`pipeline/trained.py`).
+        """
+        return jax.tree.map(lambda _: True, self.decay_mask())
+
     def take_measurements(self, gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         """Separates values that blocks return as gradients of parameters of their own from the gradients.
 

@@ -237,9 +237,11 @@ def take_measurements(gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
     Returns:
       (the gradients, with zeros for the router's `bias` and `losses`; "expert_load" [..., E], the choices of each expert in
       the global batch, and "router_losses" [..., 2], balance loss and z-loss without coefficients, of each layer; with
-      capacity also "dropped_choices" [...], how many of them were dropped).
+      capacity also "dropped_choices" [...], how many of them were dropped). No values if one of the two is frozen.
     """
     router = _sparse(gradients["blocks"])["feedforward"]["router"]
+    if not {"bias", "losses"} <= router.keys():
+        return _with_router(gradients, {name: jnp.zeros_like(router[name]) for name in router.keys() - {"kernel"}}), {}
     zeros = {name: jnp.zeros_like(router[name]) for name in ("bias", "losses")}
     measured = {"expert_load": router["bias"], "router_losses": router["losses"][..., : len(LOSSES)]}
     if router["losses"].shape[-1] > len(LOSSES):

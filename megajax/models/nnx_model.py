@@ -34,7 +34,9 @@ def named_key(key: jax.Array, name: str) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def parameter(value: jax.Array, *axes: str | None, decay: bool | None = None, fp32: bool = False) -> nnx.Param:
+def parameter(
+    value: jax.Array, *axes: str | None, decay: bool | None = None, fp32: bool = False, trainable: bool = True
+) -> nnx.Param:
     """A parameter with one logical axis name (or None) for each of its axes.
 
     The names are metadata of megajax, not NNX's `out_sharding`, for which NNX would look up a mesh axis at once. A plain
@@ -45,9 +47,10 @@ def parameter(value: jax.Array, *axes: str | None, decay: bool | None = None, fp
       axes: names, see megajax.sharding.rules.
       decay: whether weight decay applies. None: by its name and number of axes, see `NNXModel.decays`.
       fp32: whether blocks get it in fp32 whatever the run's precision.
+      trainable: False: it is frozen, and has no gradient and no optimizer state.
     """
     assert value.ndim == len(axes)
-    return nnx.Param(value, logical_axes=axes, decay=decay, fp32=fp32)
+    return nnx.Param(value, logical_axes=axes, decay=decay, fp32=fp32, trainable=trainable)
 
 
 class NNXModel(PipelineModel):
@@ -124,14 +127,19 @@ class NNXModel(PipelineModel):
 
     def decay_mask(self) -> Tree:
         """`decays` of each parameter."""
+        return self._map_named(self.decays)
 
-        def of_kind(block: Tree) -> Tree:
-            return _map_named(self.decays, block, "blocks")
+    def trains(self, name: str, of: nnx.Param) -> bool:
+        """Whether a parameter of a name such as "blocks/attention/qkv/kernel" is trained. Default: by its `trainable`."""
+        return of.get_metadata().get("trainable", True)
 
-        return {
-            "blocks": _by_kind({kind: of_kind(block[1]) for kind, block in self._blocks.items()}),
-            "shared": _map_named(self.decays, self._shared[1], "shared"),
-        }
+    def trainable_mask(self) -> Tree:
+        """`trains` of each parameter."""
+        return self._map_named(self.trains)
+
+    def _map_named(self, of: Callable[[str, nnx.Param], Any]) -> Tree:
+        blocks = {kind: _map_named(of, block[1], "blocks") for kind, block in self._blocks.items()}
+        return {"blocks": _by_kind(blocks), "shared": _map_named(of, self._shared[1], "shared")}
 
     def fp32_mask(self) -> Tree:
         """From the parameters' metadata."""

@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.config import ModelConfig
 from megajax.models.feedforward import ACTIVATIONS, FeedForward, Linear
 from megajax.models.interface import Microbatch, ModelContext
+from megajax.models.lora import adapters
 from megajax.models.moe import Experts
 from megajax.models.nnx_model import named_key, parameter
 from megajax.models.rotary import rotary_table, rotate
@@ -118,9 +119,11 @@ class Attention(nnx.Module):
         groups, size, hidden = config.key_value_heads, config.head_dimension, {"hidden": config.hidden}
         fused = {"groups": groups, "_queries_key_value": config.heads // groups + 2, "_head_size": size}
         small = config.init_deviation / (2 * config.layers) ** 0.5  # 2L of these add up in the residual (GPT-2, 2.3)
-        self.qkv = Linear(named_key(key, "qkv"), hidden, fused, config.init_deviation, config.has_qkv_biases)
+        lora = lambda name: adapters(config, context, name)  # noqa: E731
+        biases = config.has_qkv_biases
+        self.qkv = Linear(named_key(key, "qkv"), hidden, fused, config.init_deviation, biases, lora("qkv"))
         joined = {"heads": config.heads, "_head_size": size}
-        self.output = Linear(named_key(key, "output"), joined, hidden, small, config.biases)
+        self.output = Linear(named_key(key, "output"), joined, hidden, small, config.biases, lora("output"))
         if config.query_key_norm:
             if config.query_key_norm_over == "head":
                 self.query_norm, self.key_norm = HeadNorm(config), HeadNorm(config)
@@ -128,9 +131,16 @@ class Attention(nnx.Module):
                 self.query_norm = ProjectionNorm(config, groups, config.heads // groups)
                 self.key_norm = ProjectionNorm(config, groups)
 
-    def project(self, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [b, whole s, g, a/g, d], keys and values [b, whole s, g, d] of y [b, split s, h], rotated."""
-        qkv = checkpoint_name(self.qkv(y, self.operations.column, QKV), "qkv")  # [b, whole s, g, a/g + 2, d]
+    def project(
+        self, y: jax.Array, microbatch: Microbatch, lora_drop: Dropout | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [b, whole s, g, a/g, d], keys and values [b, whole s, g, d] of y [b, split s, h], rotated.
+
+        `lora_drop`: of adapters.
+        """
+        qkv = checkpoint_name(
+            self.qkv(y, self.operations.column, QKV, drop=lora_drop), "qkv"
+        )  # [b, whole s, g, a/g + 2, d]
         query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -140,7 +150,12 @@ class Attention(nnx.Module):
         return query, key, value
 
     def __call__(
-        self, y: jax.Array, microbatch: Microbatch, dropout: Dropout, cache: Cache | None = None
+        self,
+        y: jax.Array,
+        microbatch: Microbatch,
+        dropout: Dropout,
+        cache: Cache | None = None,
+        lora_drop: Dropout | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Attention of y [b, split s, h] to itself, and to the tokens of `cache` if there is one.
 
@@ -152,7 +167,7 @@ class Attention(nnx.Module):
           The result, of y's shape; and with a cache y's entries in it (`cache_arrays`).
         """
         positions, document = microbatch.get("positions"), microbatch.get("document")
-        query, key, value = self.project(y, microbatch)
+        query, key, value = self.project(y, microbatch, lora_drop)
         window = self.config.attention_window
         both_ways = {} if self.config.causal else {"causal": False, "padding": microbatch.get("padding")}
         if cache is not None:
@@ -167,7 +182,7 @@ class Attention(nnx.Module):
             context = checkpoint_name(context, "context")
         entries = {"key": key, "value": value} if cache is not None else {}
         entries = {name: jnp.swapaxes(entry, 1, 2) for name, entry in entries.items()}
-        return self.output(context, self.operations.row, 2), entries
+        return self.output(context, self.operations.row, 2, drop=lora_drop), entries
 
 
 def with_rotary_table(config: ModelConfig, microbatch: Microbatch, length: int) -> Microbatch:
@@ -212,13 +227,16 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """As a call, for tokens that follow those of `cache`; also returns their entries in it (`cache_arrays`)."""
         dropout = Dropout(self.config.dropout, self.context, microbatch, layer)
+        lora_drop = (
+            Dropout(self.config.lora_dropout, self.context, microbatch, layer) if self.config.lora_dropout else None
+        )
         post_norm = self.config.post_norm
         y = x if post_norm else self._split(self.attention_norm(x), "attention_input")
-        attended, entries = self.attention(y, microbatch, dropout, cache)
+        attended, entries = self.attention(y, microbatch, dropout, cache, lora_drop)
         x = x + dropout(attended, "attention", *RESIDUAL)
         x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")
         y = self._split((self.attention_norm if post_norm else self.feedforward_norm)(x), "feedforward_input")
-        fed = self.feedforward(y, microbatch) if self.config.experts else self.feedforward(y)
+        fed = self.feedforward(y, microbatch) if self.config.experts else self.feedforward(y, lora_drop)
         x = (y if post_norm else x) + dropout(fed, "feedforward", *RESIDUAL)
         if post_norm:
             x = self.feedforward_norm(checkpoint_name(self.constrain(x, *RESIDUAL), "output_residual"))

@@ -5,6 +5,7 @@ import dataclasses
 from megajax.config import ModelConfig
 from megajax.config.experts import expert_tokens
 from megajax.config.layer_kinds import DENSE, SPARSE
+from megajax.config.lora import ROW, TARGETS, adapter_sizes, lora_targets
 from megajax.models.costs import Attention, Elementwise, Experts, KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
 
@@ -21,7 +22,7 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
     heads, groups, qkv_bias = config.heads * size, config.key_value_heads * size, int(config.has_qkv_biases)
     query_key_value = heads + 2 * groups
     norm = hidden * (2 if config.norm == "layernorm" and config.biases else 1)
-    mlp = _mlp_costs(config)
+    mlp, adapters = _mlp_costs(config), _adapter_parameters(config)
     over_heads = config.query_key_norm_over == "projection"  # then its scales are split as the heads are
     return ModelCosts(
         layers=config.layers,
@@ -32,6 +33,7 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             Matmul("query_key_value", hidden, query_key_value, "column", ("full",)),
             Matmul("attention_output", heads, hidden, "row", ("full",)),
             *mlp.matmuls,
+            *_adapter_matmuls(config),
         ),
         attention=Attention(
             config.heads,
@@ -45,8 +47,13 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             split=(hidden + qkv_bias) * query_key_value
             + hidden * heads
             + mlp.parameters.split
+            + adapters.split
             + over_heads * config.query_key_norm_parameters,
-            whole=hidden * bias + 2 * norm + mlp.parameters.whole + (not over_heads) * config.query_key_norm_parameters,
+            whole=hidden * bias
+            + 2 * norm
+            + mlp.parameters.whole
+            + adapters.whole
+            + (not over_heads) * config.query_key_norm_parameters,
         ),
         shared=Parameters(whole=(config.sequence_length * hidden if config.positions == "learned" else 0) + norm),
         vocabulary_width=hidden * (1 if config.tied_embeddings else 2),
@@ -70,6 +77,26 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         ),
         experts=mlp.experts,
     )
+
+
+def _adapter_matmuls(config: ModelConfig) -> tuple[Matmul, ...]:
+    """A and B of each adapter; what is communicated for them is not counted, nor that A of a row is split."""
+    found = []
+    for name in lora_targets(config):
+        inputs, outputs = adapter_sizes(config, name)
+        split = None if TARGETS[name].matmul in ROW else "column"
+        found += [
+            Matmul(f"{name}_a", inputs, config.lora, None, ("selective", "full")),
+            Matmul(f"{name}_b", config.lora, outputs, split, ("full",), added=True),
+        ]
+    return tuple(found)
+
+
+def _adapter_parameters(config: ModelConfig) -> Parameters:
+    """Of a block's adapters: B of column-parallel matmuls is split over tensor, and A of row-parallel ones."""
+    sizes = [(TARGETS[name].matmul in ROW, adapter_sizes(config, name)) for name in lora_targets(config)]
+    split = config.lora * sum(sizes[0] if is_row else sizes[1] for is_row, sizes in sizes)
+    return Parameters(split, config.lora * sum(sizes[1] if is_row else sizes[0] for is_row, sizes in sizes))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,9 @@ The forward calls `jax.vjp(block, weights, x)` and writes to the stash the block
 saved beyond its arguments and the microbatch. Which residuals these are, the block decides with `jax.checkpoint`. Weights
 are arguments, so the backward reads them from where they are stored; they are never copied to the stash. The backward
 rebuilds the VJP from the stash and adds the weight gradients to fp32 accumulators in place.
+
+Weights that are not trained (`trained.py`) are no arguments of the VJP, but are not copied to the stash either: the backward
+reads those that it needs as the forward does.
 """
 
 import dataclasses
@@ -22,6 +25,7 @@ from megajax.pipeline.jaxprs import fp32_gradients
 from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import SlotApart, TickStash, empty_stash
+from megajax.pipeline.trained import merge, only_trained, split
 from megajax.pipeline.uneven import StageBlocks
 from megajax.runtime.compat import vjp_residuals
 from megajax.sharding.zero import ZeroSharding
@@ -42,6 +46,7 @@ class BlockSteps:
       cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
         runs, and its gradient is reduce-scattered at once. None: no weight is.
       in_place, unrolled: as for `stage.Stack`.
+      trained: mask of the weights that have gradients (`trained.py`). None: all.
       per_chunk: slots for blocks in a chunk.
     """
 
@@ -54,11 +59,13 @@ class BlockSteps:
         cut: Tree | None,
         in_place: bool,
         unrolled: bool,
+        trained: Tree | None = None,
     ):
         """Arguments: see above."""
         self.block, self.weights, self.blocks, self.per_chunk = block, weights, blocks, blocks.slots
-        self.in_place, self.unrolled = in_place, unrolled
+        self.in_place, self.unrolled, self.trained = in_place, unrolled, trained
         self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
+        self.trained_cut = only_trained(self.cut, trained)
 
     @property
     def chunks(self) -> int:
@@ -67,7 +74,7 @@ class BlockSteps:
 
     def empty_gradients(self) -> Tree:
         """As `Stack.empty_gradients`."""
-        zeros = fp32_zeros(self.weights)
+        zeros = fp32_zeros(only_trained(self.weights, self.trained))
         return tuple(jax.tree.map(lambda a: a[0], zeros) for _ in range(self.per_chunk)) if self.unrolled else zeros
 
     def empty_stash(self, slots: int, x: Tree, microbatch: Tree, *, on_host: bool) -> Tree:
@@ -79,7 +86,7 @@ class BlockSteps:
         """As `Stack.empty_kept`."""
 
         def keep(x, microbatch, layer):
-            vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)
+            vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)[0]
             residuals = vjp_residuals(vjp)
             return self._split(VJPTemplate(vjp, ()), residuals, weights, x).input(residuals, weights, x, x)[2]
 
@@ -91,7 +98,7 @@ class BlockSteps:
 
         def step(slot, place, zero, state):
             (x,), weights = state, self._weights(place)
-            y = self.block(weights, x, work.microbatch, self.blocks.number(work.stage, slot))
+            y = self.block(merge(*weights), x, work.microbatch, self.blocks.number(work.stage, slot))
             return (self.blocks.select(work.stage, slot, y, x),)
 
         return step
@@ -128,8 +135,8 @@ class BlockSteps:
 
             records = work.record(records, place, output_gradient=dy, input_gradient=dx)
             if not self.unrolled:
-                return dx, jax.tree.map(add, gradients, dw, self.cut), records
-            new = jax.tree.map(add, gradients[place], dw, self.cut)
+                return dx, jax.tree.map(add, gradients, dw, self.trained_cut), records
+            new = jax.tree.map(add, gradients[place], dw, self.trained_cut)
             return dx, (*gradients[:place], new, *gradients[place + 1 :]), records
 
         return step
@@ -172,14 +179,15 @@ class BlockSteps:
         return split_backward(template.backward, residuals, weights, x, x)
 
     def _saved(self, slot, place, work: ChunkWork, template: VJPTemplate, zero) -> tuple[Tree, Tree, Tree]:
-        """The arguments of a block's backward: residuals, weights, and the block's input."""
+        """The arguments of a block's backward: residuals, weights that are trained, and the block's input."""
         saved, x = work.stash.read(slot, zero)
-        return template.residuals(saved, work.microbatch), self._weights(place), x
+        weights, frozen = self._weights(place)
+        return template.residuals(saved, (work.microbatch, frozen)), weights, x
 
-    def _weights(self, index) -> Tree:
-        """The weights of one block, all-gathered over `data` where they are sharded over it."""
+    def _weights(self, index) -> tuple[Tree, Tree]:
+        """The weights of one block, trained and frozen, all-gathered over `data` where they are sharded over it."""
         one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
-        return jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut)
+        return split(jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut), self.trained)
 
     def _add(self, totals: Tree, new: list, place, is_late: Tree, late: bool) -> Tree:
         """Adds the gradients `new`, in order, to the accumulators whose flag in `is_late` equals `late`."""
@@ -188,17 +196,24 @@ class BlockSteps:
         def add(total, flag, cut):
             return self._add_at(total, place, cut.scatter(next(values).astype(total.dtype))) if flag == late else total
 
-        return jax.tree.map(add, totals, is_late, self.cut)
+        return jax.tree.map(add, totals, is_late, self.trained_cut)
 
-    def _vjp(self, index, layer, x, microbatch):
-        return jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), self._weights(index), x)
+    def _vjp(self, index, layer, x, microbatch) -> tuple:
+        """(y, its VJP for the trained weights and x, the other arrays that the backward has too)."""
+        return self._vjp_of(self._weights(index), x, microbatch, layer)
+
+    def _vjp_of(self, weights: tuple[Tree, Tree], x: Tree, microbatch: Tree, layer) -> tuple:
+        """As `_vjp`, of the weights of one block, trained and frozen."""
+        trained, frozen = weights
+        run = lambda trained, x: self.block(merge(trained, frozen), x, microbatch, layer)  # noqa: E731
+        return *jax.vjp(run, trained, x), (microbatch, frozen)
 
     def _stash(self, place, layer, x: Tree, microbatch: Tree, stash, slot, early: bool) -> tuple[Tree, Tree]:
         """(the block's output, the stash's buffer with what it saves)."""
 
         def run(weights, x, microbatch, layer):
-            y, vjp = jax.vjp(lambda weights, x: self.block(weights, x, microbatch, layer), weights, x)
-            return y, (saved_residuals(vjp, microbatch), x)
+            y, vjp, given = self._vjp_of(weights, x, microbatch, layer)
+            return y, (saved_residuals(vjp, given), x)
 
         arguments, apart = (self._weights(place), x, microbatch, layer), isinstance(stash, SlotApart)
         if not early or isinstance(stash, TickStash) or not apart and stash.on_host:
@@ -219,7 +234,7 @@ class BlockSteps:
         return lax.dynamic_update_slice(total, sum_[None], (place, *[0] * new.ndim))
 
     def _template(self, x, microbatch) -> VJPTemplate:
-        return VJPTemplate.of(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1], x, microbatch)
+        return VJPTemplate.of(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1:], x, microbatch)
 
 
 def _cuts(tree: Tree) -> list[ZeroSharding]:

@@ -15,7 +15,9 @@ from jax import lax
 from megajax.pipeline.jaxprs import fp32_gradients
 from megajax.pipeline.layout import vary
 from megajax.pipeline.loops import choose, prevent_hoisting, run_one_of, which
+from megajax.pipeline.options import ExecutorOptions
 from megajax.pipeline.slots import TickRow
+from megajax.pipeline.trained import merge, split
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, Segment
 
 Tree = Any
@@ -26,7 +28,7 @@ class EndState(NamedTuple):
     """What embedding and head read and update at a tick's end. Shapes are those on one rank and replica."""
 
     embedded: Tree  # x, the embedding for the first stage's next forward; () if unused
-    shared_gradients: Tree  # fp32
+    shared_gradients: Tree  # fp32, of the weights that are trained
     output: Tree  # [microbatches, ...]: each microbatch's loss (with `has_aux` also its outputs), or the result of `collect`
     gradients: Tree  # inbox of received gradients, leaves [slots + 1, samples, ...]
 
@@ -41,11 +43,11 @@ class EmbeddingAndHead:
       functions: the model's embed and head_loss (`executor.py`).
       shared: the weights outside of the blocks, on this rank.
       microbatch: index -> that microbatch, leaves [samples, ...].
-      constrain: the sharding constraint of an activation.
       cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients; None without backwards.
       collect: see `executor.forward_function`; None with backwards.
-      has_aux: see `ExecutorOptions`.
-      in_place: the head's matmul adds its weights' gradient where it is (`ExecutorOptions.in_place`).
+      constrain, has_aux, in_place: see `ExecutorOptions`; with `in_place` the head's matmul adds its weights' gradient
+        where it is.
+      trained: mask of the weights in `shared` that have gradients; None: all.
     """
 
     def __init__(
@@ -53,14 +55,14 @@ class EmbeddingAndHead:
         functions,
         shared: Tree,
         microbatch: Callable[[jax.Array], Tree],
-        constrain: Callable[[Tree], Tree],
         cotangents: jax.Array | None,
         collect: Callable | None,
-        has_aux: bool = False,
-        in_place: bool = False,
+        options: ExecutorOptions,
     ):
-        self.functions, self.shared, self.microbatch, self.constrain = functions, shared, microbatch, constrain
-        self.cotangents, self.collect, self.has_aux, self.in_place = cotangents, collect, has_aux, in_place
+        self.functions, self.shared, self.microbatch = functions, shared, microbatch
+        self.cotangents, self.collect, self.constrain = cotangents, collect, options.constrain
+        self.has_aux, self.in_place = options.has_aux, options.in_place
+        self.trained = options.trained and options.trained["shared"]
 
     def of_tick(
         self, segment: Segment, y: Tree, dx: Tree, row: TickRow, following: TickRow
@@ -104,13 +106,13 @@ class EmbeddingAndHead:
         y, microbatch, cotangent = prevent_hoisting(zero, (*inputs, cotangent))
         losses, outputs = state.output if self.has_aux else (state.output, ())
 
-        def backward(shared, y, microbatch, cotangent):
-            head_loss = lambda shared, y: self.functions.head_loss(shared, y, microbatch)  # noqa: E731
-            loss, vjp, *aux = jax.vjp(head_loss, shared, y, has_aux=self.has_aux)
+        def backward(trained, frozen, y, microbatch, cotangent):
+            head_loss = lambda trained, y: self.functions.head_loss(merge(trained, frozen), y, microbatch)  # noqa: E731
+            loss, vjp, *aux = jax.vjp(head_loss, trained, y, has_aux=self.has_aux)
             shared, dy = vjp(cotangent.astype(loss.dtype))
             return shared, (dy, loss, *aux)
 
-        arguments = self.shared, y, microbatch, cotangent
+        arguments = *split(self.shared, self.trained), y, microbatch, cotangent
         shared, (dy, loss, *aux) = fp32_gradients(backward, *arguments) if self.in_place else backward(*arguments)
         losses = losses.at[index].add(jnp.where(last, loss, 0))
         put = lambda inbox, new: lax.dynamic_update_index_in_dim(inbox, new, row.loss_gradient, 0)  # noqa: E731
@@ -123,11 +125,14 @@ class EmbeddingAndHead:
 
     def embed_backward(self, zero: jax.Array, state: EndState, dx: Tree, row: TickRow) -> EndState:
         """The gradients of the embedding, where the first stage completes a microbatch's backward with gradient `dx`."""
+        if not jax.tree.leaves(state.shared_gradients):
+            return state
         complete = row.backward.part == row.backward.parts - 1
         first = (row.backward.on == 1) & complete & (row.backward.first == 1)
         inputs = choose(first, dx, 0), self.microbatch(row.embed_backward.microbatch)
         cotangent, microbatch = prevent_hoisting(zero, inputs)
-        _, vjp = jax.vjp(lambda shared: self.functions.embed(shared, microbatch), self.shared)
+        trained, frozen = split(self.shared, self.trained)
+        _, vjp = jax.vjp(lambda trained: self.functions.embed(merge(trained, frozen), microbatch), trained)
         return state._replace(shared_gradients=_accumulate(state.shared_gradients, vjp(cotangent)[0]))
 
 

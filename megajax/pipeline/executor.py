@@ -83,6 +83,7 @@ from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions, merged_sc
 from megajax.pipeline.rank import Rank, local_rows, rows_after
 from megajax.pipeline.records import records_spec
 from megajax.pipeline.slots import TickRow, slot_tables
+from megajax.pipeline.trained import only_trained
 from megajax.pipeline.uneven import clear_empty_slots
 from megajax.schedules.schedule import Schedule
 
@@ -111,7 +112,7 @@ def gradient_function(
       after: pytree of arrays; with `options.serial_collectives` the ticks start after these are computed.
       losses: [microbatches], fp32; `head_loss` summed over the replicas. With `options.has_aux` (losses, outputs), with
         leaves [microbatches, data * samples, ...] of `head_loss`'s outputs.
-      gradients: fp32, of (cotangent * losses).sum(), in the structure of `params`.
+      gradients: fp32, of (cotangent * losses).sum(), in the structure of `params`; only `options.trained` has them.
       records: with `options.statistics`, for each name in `records.RECORDED` fp32 [chunks, pipe, blocks per chunk,
         microbatches, data * samples, k]; else ().
     """
@@ -120,27 +121,25 @@ def gradient_function(
         rank = Rank(functions, table, options, params, batch)
         cotangents = jnp.broadcast_to(cotangent, (schedule.microbatches,))
         carry = rank.run(local_rows(rows), rank.start(), vary(cotangents))
-        blocks = jax.tree.map(lambda a, like: a.reshape(like.shape), carry.block_gradients, params["blocks"])
+        trained = only_trained(params, options.trained)
+        blocks = jax.tree.map(lambda a, like: a.reshape(like.shape), carry.block_gradients, trained["blocks"])
         blocks = clear_empty_slots(blocks, options.block_counts, schedule)
         gradients = {"blocks": blocks, "shared": carry.shared_gradients}
         records = jax.tree.map(lambda a: a.reshape(-1, 1, rank.blocks.per_chunk, *a.shape[1:]), carry.records)
         losses, outputs = carry.output if options.has_aux else (carry.output, None)
         losses = sum_over(losses, axes)
         output = (losses, sum_over(outputs, ("pipe",))) if options.has_aux else losses
-        return output, reduce_gradients(gradients, options.specs), records
+        return output, reduce_gradients(gradients, specs), records
 
     axes, options = manual_axes_of(mesh), on_devices(options, mesh)
+    specs = options.specs.of_trained(options.trained)
     runs = merged_schedule(schedule) if options.merged else schedule
     table = slot_tables(runs, share_ends=options.share_ends)
     mapped = jax.shard_map(
         run,
         mesh=mesh,
         in_specs=(options.specs.manual.weights, batch_spec(mesh), P(), P(None, "pipe")),
-        out_specs=(
-            (P(), batch_spec(mesh)) if options.has_aux else P(),
-            options.specs.manual.gradients,
-            records_spec(mesh),
-        ),
+        out_specs=((P(), batch_spec(mesh)) if options.has_aux else P(), specs.manual.gradients, records_spec(mesh)),
         axis_names=set(axes),
     )
     return lambda params, batch, cotangent, after=(): mapped(

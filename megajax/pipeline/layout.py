@@ -32,6 +32,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from megajax.pipeline.trained import only_trained
 from megajax.runtime.compat import manual_axes, varying_axes
 from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import only
@@ -164,6 +165,10 @@ class Specs(NamedTuple):
 
     weights: Tree
     gradients: Tree
+
+    def of_trained(self, trained: Tree | None) -> "Specs":
+        """Those of the parameters that are trained, by a mask like them (`trained.py`); None: all are."""
+        return Specs(*(only_trained(specs, trained) for specs in self))
 
     @property
     def manual(self) -> "Specs":

@@ -58,10 +58,7 @@ class Operations:
             weights,
             self.per_chunk,
             cut=jax.tree.map(lambda spec: ZeroSharding.from_spec(spec, 3), specs, is_leaf=is_spec),
-            in_place=options.in_place,
-            unrolled=options.unrolled,
-            counts=options.block_counts,
-            where=options.stage_kinds,
+            options=options,
         )
 
     @jax.named_scope(FORWARD)  # profiles show the schedule's names of operations

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -41,6 +42,7 @@ class ExecutorOptions:
       stage_kinds: the layers of each stage, of a model that has several kinds of them (`stage.py`); not with `merged` and
         `unrolled`, and with `compute_bubbles` only if `same_stages`. None: there is one kind.
       has_aux: `head_loss` returns (loss, pytree of [samples, ...]), as the functions of `jax.value_and_grad(has_aux=True)`.
+      trained: mask like params of those that have gradients (`trained.py`). None: all.
       statistics: `statistics(x, microbatch) -> fp32 [samples, k]`, recorded for the arrays between blocks; see `records`.
         None: nothing is recorded.
     """
@@ -58,6 +60,7 @@ class ExecutorOptions:
     block_counts: tuple[int, ...] | None = None
     stage_kinds: StageLayers | None = None
     has_aux: bool = False
+    trained: Any = None
     statistics: Callable | None = None
 
 

@@ -11,6 +11,7 @@ from megajax.config import ParallelConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.pipeline import layout
 from megajax.pipeline.layout import Specs, is_spec
+from megajax.pipeline.trained import merge, only_trained, split
 from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import AxisRules
 from megajax.sharding.zero import shard_over_data
@@ -26,7 +27,8 @@ class ParameterSpecs:
     """Trees of PartitionSpec like params, blocks in pipeline layout [chunks, pipe, slots of a stage, ...].
 
     Attributes:
-      stored: fp32 parameters, optimizer state and gradients. Sharded over replicas too with ZeRO.
+      stored: fp32 parameters, optimizer state and gradients. Sharded over replicas too with ZeRO; frozen parameters are
+        stored as they are computed with.
       computed: parameters in the type to compute with. Sharded over replicas only with ZeRO-3, and only blocks; experts
         over `expert` in any case.
     """
@@ -44,13 +46,14 @@ class ParameterSpecs:
         return [leaf for leaf, stored, own in zip(jax.tree.leaves(params), *specs, strict=True) if own != stored]
 
 
-def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules) -> ParameterSpecs:
+def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules, trained: Tree | None = None) -> ParameterSpecs:
     """The sharding of a model's parameters.
 
     Args:
       model: has `logical_axes()`, `init(key)` and `config`.
       parallel: the mesh's sizes, chunks and the ZeRO level.
       rules: logical axis -> mesh axes.
+      trained: mask of the parameters that are trained; None: all. The others are stored as they are computed with.
     """
     specs = jax.tree.map(rules.spec, model.logical_axes(), is_leaf=lambda node: isinstance(node, tuple))
     whole = {**specs, "blocks": jax.tree.map(layout.pipeline_spec, specs["blocks"], is_leaf=is_spec)}
@@ -65,7 +68,8 @@ def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules) -> Parame
         return jax.tree.map(one, whole[part], shapes[part], is_leaf=is_spec)
 
     stored = {part: sharded(part) for part in whole}
-    return ParameterSpecs(stored, {**whole, "blocks": stored["blocks"]} if parallel.zero == 3 else whole)
+    computed = {**whole, "blocks": stored["blocks"]} if parallel.zero == 3 else whole
+    return ParameterSpecs(merge(only_trained(stored, trained), split(computed, trained)[1]), computed)
 
 
 def initial_params(

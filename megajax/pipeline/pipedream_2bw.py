@@ -34,6 +34,7 @@ from megajax.pipeline.layout import batch_spec, is_spec, manual_axes_of, reduce_
 from megajax.pipeline.options import DEFAULT_OPTIONS, ExecutorOptions, on_devices
 from megajax.pipeline.rank import Rank, local_rows, rows_after
 from megajax.pipeline.slots import EndRow, OperationRow, Tables, TickRow, slot_tables
+from megajax.pipeline.trained import only_trained
 from megajax.pipeline.uneven import clear_empty_slots
 from megajax.schedules.one_f_one_b import backward_lag
 from megajax.schedules.registry import make_schedule
@@ -84,6 +85,7 @@ class PipeDream2BW:
             in_place=options.in_place,
             block_counts=options.block_counts,
             stage_kinds=options.stage_kinds,
+            trained=options.trained,
         )
         self.options = on_devices(applied, mesh)
         weights = options.specs.manual.weights
@@ -144,6 +146,8 @@ class PipeDream2BW:
         cotangents = jnp.where(jnp.arange(2 * count) // count == newest, cotangent, in_flight.cotangents)
         rows = rows_after(after, self._rows(in_flight.step), self.options)
 
+        specs = self.options.specs.of_trained(self.options.trained)
+
         def run(weights, batch, cotangents, rows, newest, carry):
             rank = self._rank(weights, batch)
             carry = jax.tree.map(lambda a: a[(0,) * len(self.axes)], carry)
@@ -159,16 +163,17 @@ class PipeDream2BW:
             # The other half's gradients are complete. Clearing them before the optimizer reads them would copy both halves.
             take = lambda a: lax.dynamic_index_in_dim(a, 1 - half, 0, keepdims=False)  # noqa: E731
             complete = lambda a, like: take(in_halves(a)).reshape(1, *like.shape[1:])  # noqa: E731
-            blocks = jax.tree.map(complete, carry.block_gradients, weights["blocks"])
+            trained = only_trained(weights, self.options.trained)
+            blocks = jax.tree.map(complete, carry.block_gradients, trained["blocks"])
             gradients = {
                 "blocks": clear_empty_slots(blocks, self.options.block_counts, self.schedule),
                 "shared": jax.tree.map(take, carry.shared_gradients),
             }
             losses = sum_over(carry.output, self.axes)
-            return losses, reduce_gradients(gradients, self.options.specs), self._with_mesh_axes(carry)
+            return losses, reduce_gradients(gradients, specs), self._with_mesh_axes(carry)
 
         in_specs = (self.versioned_specs, batch_spec(self.mesh), P(), P(None, "pipe"), P(), P(*self.axes))
-        mapped = self._map(run, in_specs, (P(), self.options.specs.manual.gradients, P(*self.axes)))
+        mapped = self._map(run, in_specs, (P(), specs.manual.gradients, P(*self.axes)))
         losses, gradients, carry = mapped(
             weights, self._with_version(batches), cotangents, rows, newest, in_flight.carry
         )

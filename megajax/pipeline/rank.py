@@ -20,6 +20,7 @@ from megajax.pipeline.operations import Operations
 from megajax.pipeline.options import SEND, ExecutorOptions, embeds_ahead
 from megajax.pipeline.records import empty_records
 from megajax.pipeline.slots import Tables, TickRow
+from megajax.pipeline.trained import only_trained
 from megajax.runtime.compat import set_xla_metadata
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 
@@ -79,7 +80,7 @@ class Rank:
             if not self.options.unrolled:
                 stash = vary(self.blocks.empty_stash(x, first))
             kept = vary(self.blocks.stack.empty_kept(self.table.kept_slots, x, first)) if self.table.kept_slots else ()
-            totals = vary((self.blocks.stack.empty_gradients(), fp32_zeros(self.shared)))
+            totals = vary((self.blocks.stack.empty_gradients(), fp32_zeros(self.trained_shared)))
             output = vary(self._empty_output(x, first))
         else:
             stash, kept, totals = (), (), ((), ())
@@ -92,6 +93,11 @@ class Rank:
         unfinished = x if any(segment.overlaps for segment in self.schedule.segments) else ()
         iterations = vary(jnp.int32(0))
         return Carry(stash, activations, gradients, x, unfinished, kept, *totals, output, iterations, records, embedded)
+
+    @property
+    def trained_shared(self) -> Tree:
+        """The weights outside of the blocks that have gradients."""
+        return only_trained(self.shared, self.options.trained and self.options.trained["shared"])
 
     def _empty_inbox(self, direction: str, x: Tree) -> Tree:
         slots = self.table.inbox_slots[direction] + 1
@@ -119,9 +125,7 @@ class Rank:
           cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients.
         """
         self.ends = EmbeddingAndHead(
-            *(self.functions, self.shared, self.blocks.microbatch, self.constrain, cotangents, self.collect),
-            has_aux=self.options.has_aux,
-            in_place=self.options.in_place,
+            self.functions, self.shared, self.blocks.microbatch, cotangents, self.collect, self.options
         )
         columns, names = jax.tree.flatten(rows)
         table = jnp.stack(columns, axis=1)  # one array, so that a tick reads its row in one kernel

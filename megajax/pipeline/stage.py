@@ -34,11 +34,11 @@ from jax import lax
 from megajax.pipeline.block_steps import BlockSteps
 from megajax.pipeline.chunk_work import ChunkParts, ChunkWork
 from megajax.pipeline.loops import counted_loop, run_one_of, which
-from megajax.pipeline.options import MERGED
+from megajax.pipeline.options import DEFAULT_OPTIONS, MERGED, ExecutorOptions
 from megajax.pipeline.run_in_order import run_in_order
 from megajax.pipeline.uneven import StageBlocks
 from megajax.schedules.schedule import BACKWARD, FORWARD
-from megajax.schedules.stages import StageLayers, stage_number
+from megajax.schedules.stages import stage_number
 
 Tree = Any
 ONE = ""  # the kind of blocks that are all of one
@@ -65,20 +65,20 @@ class Stack(ChunkParts):
         per_chunk: int,
         *,
         cut: Tree | None = None,
-        in_place: bool = False,
-        unrolled: bool = False,
-        counts: Sequence[int] | None = None,
-        where: StageLayers | None = None,
+        options: ExecutorOptions = DEFAULT_OPTIONS,
     ):
-        """Arguments: see above, `block` and `cut` of `BlockSteps`, and `counts` of `StageBlocks`."""
+        """Arguments: see above, and `block` and `cut` of `BlockSteps`."""
+        where, trained = options.stage_kinds, options.trained and options.trained["blocks"]
         self.weights, self.per_chunk, self.where = weights, per_chunk, where
-        self.in_place, self.unrolled = in_place, unrolled
-        make = functools.partial(BlockSteps, block, in_place=in_place, unrolled=unrolled)
+        self.in_place, self.unrolled = options.in_place, options.unrolled
+        make = functools.partial(BlockSteps, block, in_place=options.in_place, unrolled=options.unrolled)
         if where is None:
-            self.kinds = {ONE: make(weights, StageBlocks(per_chunk, counts), cut=cut)}
+            own = StageBlocks(per_chunk, options.block_counts)
+            self.kinds = {ONE: make(weights, own, cut=cut, trained=trained)}
             return
         names = where.kind_names
-        self.kinds = {kind: make(weights[kind], StageBlocks.of_kind(where.of(kind)), cut=cut[kind]) for kind in names}
+        of = lambda kind: {"cut": cut[kind], "trained": trained and trained[kind]}  # noqa: E731
+        self.kinds = {kind: make(weights[kind], StageBlocks.of_kind(where.of(kind)), **of(kind)) for kind in names}
         rows = [[*row, *[None] * (per_chunk - len(row))] for row in where.stage_kinds]
         slots = [[row[:number].count(kind) for number, kind in enumerate(row)] for row in rows]
         self._kinds = jnp.array([[names.index(kind) if kind else -1 for kind in row] for row in rows])
@@ -86,7 +86,7 @@ class Stack(ChunkParts):
         self._order = jnp.array([where.orders.index(row) for row in where.stage_kinds])
 
     def empty_gradients(self) -> Tree:
-        """Zero accumulators for `backward`: fp32, like the weights; with `unrolled` a tuple of those of each block.
+        """Zero accumulators for `backward`: fp32, like the trained weights; with `unrolled` a tuple of those of each block.
 
         In a program without loops XLA adds a matmul's result in place to an array of its own, not to a part of one.
         """

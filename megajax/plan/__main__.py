@@ -170,7 +170,8 @@ def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
         "parallel": dataclasses.asdict(run.parallel),
         "train": {"global_batch_size": run.train.global_batch_size, "precision": run.train.precision}
         | ({} if run.train.optimizer == "adamw" else {"optimizer": run.train.optimizer})
-        | ({} if run.train.ema_decay is None else {"ema_decay": run.train.ema_decay}),
+        | ({} if run.train.ema_decay is None else {"ema_decay": run.train.ema_decay})
+        | ({"freeze": run.train.freeze} if run.train.freeze else {}),
     }
 
 

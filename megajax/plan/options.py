@@ -62,7 +62,7 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
     if args.expert:
         _check_expert(model, args.expert)
     names = ("precision", "vocab_parallel", "attention", "memory_margin", "optimizer", "ema_decay")
-    given = {name: getattr(args, name) for name in names}
+    given = {name: getattr(args, name) for name in names} | {"freeze": tuple(args.freeze)}
     choices = {name: getattr(args, field) for name, field in CHOICES.items()} | {"also": args.search}
     given |= {name: values and tuple(values) for name, values in choices.items()}
     return Question(model, args.gpus or cluster.gpus or 0, cluster.gpu, args.global_batch_size, **given)
@@ -140,6 +140,13 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         type=number(0, below=1),
         metavar="NUMBER",
         help="of a run that averages its weights, which takes 4 bytes a parameter (default: none)",
+    )
+    add(
+        "--freeze",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="parameters that are not trained, as of the training; can be repeated (default: none)",
     )
     add("--top", type=whole(), default=10, metavar="COUNT", help="layouts to list (default: 10)")
     add(

@@ -57,6 +57,7 @@ class Question:
       attention: auto, xla, cudnn or tokamax, as for a run.
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
       optimizer, ema_decay: as of `TrainConfig`, for the memory and the time of the update.
+      freeze: as `TrainConfig.freeze`.
       also: further fields of `layouts.FIELDS` to choose, e.g. "context"; all their declared values are considered.
     """
 
@@ -77,6 +78,7 @@ class Question:
     memory_margin: float = MEMORY_MARGIN
     optimizer: str = "adamw"
     ema_decay: float | None = None
+    freeze: tuple[str, ...] = ()
     also: Sequence[str] = ()
 
     @property
@@ -106,6 +108,7 @@ class Question:
             precision=self.precision,
             optimizer=self.optimizer,
             ema_decay=self.ema_decay,
+            freeze=self.freeze,
         )
         return RunConfig(self.model, parallel, train)
 

@@ -136,7 +136,7 @@ def describe_shapes(run: RunConfig) -> str:
     """A table of all parameters (shape as stored, sharding, bytes on one device) and the bytes of a device's state.
 
     Stored shapes of blocks are [chunks, pipe, slots of a stage, ...]. Bytes are of the fp32 parameters; the gradient
-    accumulators have the same shapes and shardings, and so have AdamW's two moments.
+    accumulators have the same shapes and shardings, and so have AdamW's two moments, of those that are not frozen.
     """
     import jax
     from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -144,20 +144,28 @@ def describe_shapes(run: RunConfig) -> str:
     from megajax.models.context import model_rules, model_shapes
     from megajax.pipeline.parameters import initial_params, parameter_specs
     from megajax.pipeline.program import StepProgram
+    from megajax.pipeline.trained import only_trained, trained_mask
     from megajax.sharding.optimizer_state import state_specs
     from megajax.train.optimizer import make_optimizer
+    from megajax.train.precision import cast_frozen
 
     parallel = run.parallel
     axes, sizes = zip(*parallel.mesh_sizes.items(), strict=True)
     mesh = AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
     model = model_shapes(run)
-    shapes = jax.eval_shape(lambda key: initial_params(model, parallel, key), jax.random.key(0))
-    specs = parameter_specs(model, parallel, model_rules(run)).stored
+    trained = trained_mask(model, run.train.freeze)
+    shapes = jax.eval_shape(
+        lambda key: cast_frozen(initial_params(model, parallel, key), trained, model.fp32_mask(), run.train.precision),
+        jax.random.key(0),
+    )
+    specs = parameter_specs(model, parallel, model_rules(run), trained).stored
     bytes_of = lambda shape, spec: math.prod(NamedSharding(mesh, spec).shard_shape(shape.shape)) * shape.dtype.itemsize  # noqa: E731
-    optimizer = make_optimizer(run.train, model.decay_mask(), model.logical_axes())
-    state = state_specs(optimizer.init, shapes, specs, lambda path: jax.tree_util.keystr(path))
-    held = sum(jax.tree.leaves(jax.tree.map(bytes_of, jax.eval_shape(optimizer.init, shapes), state)))
-    held += sum(jax.tree.leaves(jax.tree.map(bytes_of, shapes, specs))) if run.train.ema_decay is not None else 0
+    own = lambda tree: only_trained(tree, trained)  # noqa: E731
+    optimizer = make_optimizer(run.train, own(model.decay_mask()), own(model.logical_axes()))
+    state = state_specs(optimizer.init, own(shapes), own(specs), lambda path: jax.tree_util.keystr(path))
+    held = sum(jax.tree.leaves(jax.tree.map(bytes_of, jax.eval_shape(optimizer.init, own(shapes)), state)))
+    gradients = sum(jax.tree.leaves(jax.tree.map(bytes_of, own(shapes), own(specs))))
+    held += gradients if run.train.ema_decay is not None else 0  # the average is like them
     rows = [("parameter", "shape", "sharding", "bytes per device")]
     total = 0
     for (path, shape), spec in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
@@ -171,6 +179,7 @@ def describe_shapes(run: RunConfig) -> str:
     ]
     named = "AdamW's moments" if run.train.optimizer == "adamw" else f"{run.train.optimizer}'s state"
     named += " and averaged weights" if run.train.ema_decay is not None else ""
+    frozen = f", frozen ones {run.train.precision}" if trained else ""
     active = f" ({run.model.active_parameters:,} for a token)" if getattr(run.model, "experts", 0) else ""
     mesh_shown = (
         " x ".join(f"{axis} {size}" for axis, size in parallel.mesh_sizes.items()) + f" = {parallel.devices} devices"
@@ -180,7 +189,8 @@ def describe_shapes(run: RunConfig) -> str:
             f"{run.model.name}: {run.model.parameters:,} parameters{active} on {mesh_shown}",
             *StepProgram.of(run).layers.remarks,
             *lines,
-            f"a device holds {total / 1e9:.3f} GB of parameters (fp32), {held / 1e9:.3f} GB of {named} and "
-            f"{total / 1e9:.3f} GB of gradients: {(2 * total + held) / 1e9:.3f} GB",
+            f"a device holds {total / 1e9:.3f} GB of parameters (fp32{frozen}), "
+            f"{held / 1e9:.3f} GB of {named} and {gradients / 1e9:.3f} GB of gradients: "
+            f"{(total + gradients + held) / 1e9:.3f} GB",
         ]
     )

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint.layout import layers_of, named
+from megajax.checkpoint.layout import layers_of, name_of, named
 from megajax.data.loader import PADDING
 from megajax.pipeline import layout
 from megajax.schedules.stages import StageLayers
@@ -138,7 +138,8 @@ def not_finite(training: Training, tree: Tree) -> list[str]:
     "layer 3, feedforward/up, expert 5".
     """
     sharding, leaves = NamedSharding(training.mesh, P()), named(tree)
-    axes = jax.tree.leaves(training.model.logical_axes(), is_leaf=lambda axes: isinstance(axes, tuple))
+    every = jax.tree.leaves_with_path(training.model.logical_axes(), is_leaf=lambda axes: isinstance(axes, tuple))
+    axes = [names for path, names in every if name_of(path) in leaves]  # gradients are of what is trained
     experts = tuple(names.index(EXPERTS) - 1 if EXPERTS in names else None for names in axes)  # the axis in a layer
     with jax.set_mesh(training.mesh):
         program = jax.jit(_flags, static_argnums=(1, 2), out_shardings=sharding)

@@ -17,7 +17,8 @@ backward multiplies them by the cotangent. So `jax.value_and_grad` costs one run
 the loss (`3 * loss(...) + ...`). Where it is not differentiated, it runs forwards only. There are gradients of first order,
 by reverse mode, with respect to the parameters only: a batch that depends on what is differentiated is an error, and
 outputs (`has_aux`) have no gradient, as behind `jax.lax.stop_gradient`. With experts, gradients have the terms of the
-balance losses, which are not part of the value, and balancing biases stay as they are.
+balance losses, which are not part of the value, and balancing biases stay as they are. Gradients of parameters that the
+model freezes (`PipelineModel.trainable_mask`) are zero: leave these out of the optimizer with `optax.masked`.
 """
 
 import functools
@@ -35,6 +36,7 @@ from megajax.config import ConfigError, RunConfig
 from megajax.models.ids import checked_ids
 from megajax.models.interface import PipelineModel, model_class
 from megajax.pipeline import layout
+from megajax.pipeline.trained import merge, split
 from megajax.schedules.schedule import Schedule
 from megajax.sharding.rules import AxisRules
 from megajax.train.check import check_batch, model_to_check
@@ -303,8 +305,9 @@ class PipelinedLoss(Pipelined):
         params, batch = (jax.tree.map(lambda primal: primal.value, tree) for tree in (params, batch))
         with self._on_mesh():
             result, gradients = self._run(params, batch)
-        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
-        return result, gradients
+        own, frozen = split(params, self.training.trained)
+        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, own)
+        return result, merge(gradients, jax.tree.map(jnp.zeros_like, frozen))
 
     def _scaled(self, gradients: Tree, cotangent: Any) -> tuple[Tree, None]:
         """The backward: the gradients times the loss's cotangent."""

@@ -1,7 +1,7 @@
 """Number formats: the dtype that a step computes in, and the loss scale that keeps fp16 gradients from underflow.
 
-Parameters, gradient accumulators and optimizer state are always fp32; the precision is the dtype of matmuls and
-activations. bf16 has fp32's exponent range and needs no loss scale; fp16 does: its smallest positive number is 6e-8.
+Parameters that are trained, gradient accumulators and optimizer state are always fp32; the precision is the dtype of matmuls
+and activations. bf16 has fp32's exponent range and needs no loss scale; fp16 does: its smallest positive number is 6e-8.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from megajax.config import ConfigError, TrainConfig
 from megajax.estimate.gpus import DTYPES
+from megajax.pipeline.trained import merge, split
 
 
 def compute_dtype(precision: str) -> jnp.dtype:
@@ -28,6 +29,23 @@ def compute_dtype(precision: str) -> jnp.dtype:
 def cast(tree: Any, dtype: jnp.dtype) -> Any:
     """The tree with its floating-point leaves in `dtype`; integers, booleans and keys stay as they are."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def to_compute(params: Any, fp32: Any, precision: str) -> Any:
+    """Parameters in the type to compute with; those that the mask `fp32` names stay as they are."""
+    dtype = compute_dtype(precision)
+    return jax.tree.map(lambda p, keep: p if keep else cast(p, dtype), params, fp32)
+
+
+def cast_frozen(params: Any, trained: Any, fp32: Any, precision: str) -> Any:
+    """The parameters as they are stored: frozen ones in the type to compute with, the others in fp32.
+
+    Args:
+      trained: mask of the parameters that are trained (`pipeline/trained.py`); None: all.
+      fp32, precision: as of `to_compute`.
+    """
+    own, frozen = split(params, trained)
+    return merge(own, to_compute(frozen, split(fp32, trained)[1], precision)) if trained else params
 
 
 def all_finite(tree: Any) -> jax.Array:

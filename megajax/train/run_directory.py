@@ -231,7 +231,8 @@ class RunDirectory:
         state, progress, messages = found or reader.load(
             self._resumed_path, self.run, self._stored_layout(training), self.meta["tokenizer"]
         )
-        state = started(self.run.train, state)
+        is_whole = jax.tree.structure(state.params) == jax.tree.structure(training.params_sharding)
+        state = started(self.run.train, state, training.only_trained(state.params) if is_whole else state.params)
         self._stored_data = self.replicas.restored_data if found else reader.read_meta(self._resumed_path).get("data")
         self.messages += messages + ([] if training.has_own_schedule else self._rate_change(state, progress))
         self._save_config()

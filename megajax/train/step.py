@@ -6,6 +6,7 @@ of tokens), so it does not depend on how the batch is split into microbatches or
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from megajax.pipeline.executor import ExecutorOptions, forward_function, gradien
 from megajax.pipeline.layout import batch_spec, is_spec, leading_sizes, map_kinds, of_all_layers
 from megajax.pipeline.parameters import group_blocks, initial_params, parameter_specs
 from megajax.pipeline.program import StepProgram
+from megajax.pipeline.trained import merge, only_trained, split, trained_mask
 from megajax.runtime.compat import updates_in_place
 from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import make_schedule
@@ -40,8 +42,8 @@ from megajax.train.deadlocks import with_check
 from megajax.train.latency_estimates import latency_options, with_latencies
 from megajax.train.lr_schedule import Schedule, learning_rate
 from megajax.train.optimizer import MakeOptimizer, make_optimizer, samples_trained
-from megajax.train.precision import cast, compute_dtype, make_loss_scale
-from megajax.train.state import TrainState, averaged
+from megajax.train.precision import cast_frozen, compute_dtype, make_loss_scale, to_compute
+from megajax.train.state import TrainState, average_of, averaged
 
 Tree = Any
 
@@ -58,6 +60,8 @@ class Training:
       schedule, where: the program's table, and its layers of each pipeline stage.
       model: the run's model in training.
       rules: the sharding rules.
+      trained: mask of the parameters that are trained; None: all (`pipeline/trained.py`).
+      only_trained: a tree like the parameters -> what is trained of it, which gradients and optimizer state are like.
     """
 
     def __init__(
@@ -76,18 +80,20 @@ class Training:
         self.model = self._model(training=True)
         self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
         shapes = model_shapes(run, self.model_class, self.rules)
-        self.specs = parameter_specs(shapes, run.parallel, self.rules)
+        self.trained = trained_mask(self.model, run.train.freeze)
+        self.only_trained = functools.partial(only_trained, trained=self.trained)
+        self.specs = parameter_specs(shapes, run.parallel, self.rules, self.trained)
         self.params_sharding = self._named(self.specs.stored)
         self.has_own_schedule = rate_at is not None
         self.rate_at = rate_at or (lambda samples: learning_rate(run.train, samples))
         self.optimizer = make_optimizer(
             run.train,
-            self.model.decay_mask(),
-            self.model.logical_axes(),
+            self.only_trained(self.model.decay_mask()),
+            self.only_trained(self.model.logical_axes()),
             optimizer,
             self.rate_at,
             vocabulary=getattr(run.model, "vocabulary", None),
-            on_whole_layers=on_whole_layers(mesh, self.specs.stored),
+            on_whole_layers=on_whole_layers(mesh, self.only_trained(self.specs.stored)),
         )
         self.executor_options = ExecutorOptions(
             constrain=lambda x: self.rules.constrain_tree(x, self.model.activation_axes),
@@ -101,11 +107,12 @@ class Training:
             compute_bubbles=program.computes_bubbles,
             block_counts=None if self.where.kinds else self.where.unequal_counts,
             stage_kinds=self.where if self.where.kinds else None,
+            trained=self.trained,
         )
         self.state_shapes = jax.eval_shape(self._fresh_state)
         self.state_sharding = self._state_sharding()
-        # Context ranks share samples, so the program splits the batch, not the caller.
-        batch = self.batch_sharding = NamedSharding(mesh, batch_spec(mesh) if run.parallel.context == 1 else P())
+        rows = batch_spec(mesh) if run.parallel.context == 1 else P()  # context ranks share samples: the program splits
+        batch = self.batch_sharding = NamedSharding(mesh, rows)
         state, replicated = self.state_sharding, NamedSharding(mesh, P())
         self._init = jax.jit(self._fresh_state, out_shardings=state)
         self._train = self._jit_step(state, replicated)
@@ -121,8 +128,9 @@ class Training:
 
     @property
     def stored_layout(self) -> StateLayout:
-        """The layout of what checkpoints hold."""
-        return self.state_layout
+        """The layout of what checkpoints hold: of adapters to a model of `init_from`, no weights of that model."""
+        is_apart = getattr(self.run.model, "lora", 0) and self.run.train.init_from
+        return self.state_layout.with_params(self.only_trained) if is_apart else self.state_layout
 
     def stored(self, state: TrainState) -> tuple[StateLayout, TrainState]:
         """`stored_layout`, and what a checkpoint of a state holds; its arrays may be those of the state."""
@@ -169,7 +177,7 @@ class Training:
     def loss_and_gradients(
         self, params: Tree, batch: Tree, *, scale: float = 1.0, poison_bubbles: bool = False
     ) -> tuple[jax.Array, Tree]:
-        """Mean loss, and fp32 gradients of `scale` times it in the layout of `params`, without an update."""
+        """Mean loss, and fp32 gradients of `scale` times it in the layout of `only_trained(params)`, without an update."""
         with jax.set_mesh(self.mesh):
             return self._gradients(params, self.place(batch), np.float32(scale), poison_bubbles)
 
@@ -208,17 +216,19 @@ class Training:
 
     # The functions below are traced.
 
+    def _loss_weight(self, batch: Tree) -> jax.Array:
+        return jnp.asarray(self.model.loss_weight(batch), jnp.float32)
+
     def _cast(self, params: Tree) -> Tree:
         """The parameters to compute with: first cast, then gathered from their stored sharding."""
-        dtype = compute_dtype(self.run.train.precision)
-        params = jax.tree.map(lambda p, fp32: p if fp32 else cast(p, dtype), params, self.model.fp32_mask())
+        params = to_compute(params, self.model.fp32_mask(), self.run.train.precision)
         params = jax.lax.with_sharding_constraint(params, self._named(self.specs.computed))
         return {**params, "blocks": group_blocks(params["blocks"], self.run.parallel.recompute_blocks)}
 
     def _gradients_of(self, params: Tree, gradients: Tree) -> Tree:
         """The executor's gradients, sharded as parameters are stored."""
-        gradients = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), gradients, params)
-        return jax.lax.with_sharding_constraint(gradients, self.params_sharding)
+        gradients = jax.tree.map(lambda own, like: own.reshape(like.shape), gradients, self.only_trained(params))
+        return jax.lax.with_sharding_constraint(gradients, self.only_trained(self.params_sharding))
 
     def _inputs(self, params: Tree, batch: Tree, cotangent: jax.Array | float = 1.0) -> tuple[Tree, Tree, Tree]:
         """The executor's arguments: parameters, the batch, and arrays that need collectives before the ticks start.
@@ -235,17 +245,18 @@ class Training:
 
     def _fresh_state(self) -> TrainState:
         params = self.fresh_params()
-        ema = () if self.run.train.ema_decay is None else params
-        return TrainState(params, self.optimizer.init(params), make_loss_scale(self.run.train), ema=ema)
+        own = self.only_trained(params)
+        ema = average_of(self.run.train, own)
+        return TrainState(params, self.optimizer.init(own), make_loss_scale(self.run.train), ema=ema)
 
     def fresh_params(self) -> Tree:
         """Initial parameters as they are stored; to be traced."""
         shapes = model_shapes(self.run, self.model_class, self.rules)
         key, shardings = jax.random.key(self.run.train.seed), self.params_sharding["blocks"]
-        one = lambda where: lambda leaf, sharding: arrange(leaf, where, sharding)  # noqa: E731
-        of_kind = lambda where, blocks, shardings: jax.tree.map(one(where), blocks, shardings)  # noqa: E731
+        of_kind = lambda where, blocks, own: jax.tree.map(lambda a, to: arrange(a, where, to), blocks, own)  # noqa: E731
         place = lambda blocks, where: map_kinds(of_kind, where, blocks, shardings)  # noqa: E731
-        return initial_params(shapes, self.run.parallel, key, self.schedule.placement, place)
+        params = initial_params(shapes, self.run.parallel, key, self.schedule.placement, place)
+        return cast_frozen(params, self.trained, self.model.fp32_mask(), self.run.train.precision)
 
     def _train_step(self, state: TrainState, batch: Tree, hold: jax.Array):
         return self.traced_step(state, batch, hold)[0]
@@ -273,23 +284,21 @@ class Training:
     def _update(self, state: TrainState, gradients: Tree, loss: jax.Array, batch: Tree, ready: jax.Array | bool = True):
         """The state after an update, which is skipped if `gradients` are not finite or not `ready`; and metrics."""
         gradients, measurements = self.model.take_measurements(gradients)
-        norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        finite = jnp.isfinite(norm := optax.tree.norm(gradients)) & jnp.isfinite(loss)
         batch_size = math.prod(leading_sizes(batch))
         if self.run.train.batch_ramp and "sample" in batch:  # some batches are padded, see data/ramp.py
             batch_size = (batch["sample"] != np.uint32(PADDING)).sum(dtype=jnp.int32)
-        updates, optimizer_state = self.optimizer.update(
-            gradients, state.optimizer_state, state.params, batch_size=batch_size
-        )
+        params, frozen = split(state.params, self.trained)
+        updates, after = self.optimizer.update(gradients, state.optimizer_state, params, batch_size=batch_size)
         updates = self.model.apply_measurements(updates, measurements)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite & ready, n, o), new, old)  # noqa: E731
         scale = jax.tree.map(lambda n, o: jnp.where(ready, n, o), state.loss_scale.update(finite), state.loss_scale)
-        params = optax.apply_updates(state.params, updates)
+        new_params = optax.apply_updates(params, updates)
         new = dataclasses.replace(
             state,
-            params=keep(params, state.params),
-            ema=keep(averaged(self.run.train, state.ema, params), state.ema),
-            optimizer_state=keep(optimizer_state, state.optimizer_state),
+            params=merge(keep(new_params, params), frozen),
+            ema=keep(averaged(self.run.train, state.ema, new_params), state.ema),
+            optimizer_state=keep(after, state.optimizer_state),
             loss_scale=scale,
         )
         metrics = {
@@ -322,18 +331,14 @@ class Training:
         return self.forward(functions, collect, params, batch, total).sum() / total
 
     def _model(self, training: bool) -> PipelineModel:
-        dtype = compute_dtype(self.run.train.precision)
-        device, attention = self.mesh.devices.flat[0], self.program.attention
-        context = model_context(self.run, self.rules, attention, device, dtype, training)
+        device, dtype = self.mesh.devices.flat[0], compute_dtype(self.run.train.precision)
+        context = model_context(self.run, self.rules, self.program.attention, device, dtype, training)
         return self.model_class(self.run.model, context)
 
     def evaluation(self) -> tuple[PipelineModel, ExecutorFunctions]:
         """The model without dropout, and its functions, for `forward`."""
         model = self._model(training=False)
         return model, ExecutorFunctions.from_model(model, self.run.parallel.recompute_blocks)
-
-    def _loss_weight(self, batch: Tree) -> jax.Array:
-        return jnp.asarray(self.model.loss_weight(batch), jnp.float32)
 
     def forward(
         self, functions: ExecutorFunctions, collect: Callable, params: Tree, batch: Tree, total: Tree = ()
@@ -343,13 +348,8 @@ class Training:
         `total`: the batch's weight, if the caller sums it.
         """
         parallel, (microbatches, _) = self.run.parallel, leading_sizes(batch)
-        schedule = make_schedule(
-            "forward_only",
-            stages=parallel.pipe,
-            microbatches=microbatches,
-            chunks=parallel.chunks,
-            placement=self.schedule.placement,
-        )
+        chunks = {"chunks": parallel.chunks, "placement": self.schedule.placement}
+        schedule = make_schedule("forward_only", stages=parallel.pipe, microbatches=microbatches, **chunks)
         run = forward_function(functions, collect, schedule, self.mesh, self.executor_options)
         computed, inputs, before = self._inputs(params, batch)
         return run(computed, inputs, (before, total))
@@ -359,10 +359,10 @@ class Training:
 
     def _state_sharding(self) -> TrainState:
         replicated, shapes = NamedSharding(self.mesh, P()), self.state_shapes
-        label = lambda path: "/".join(["optimizer_state", name_of(path)])  # noqa: E731
-        specs = state_specs(self.optimizer.init, shapes.params, self.specs.stored, label)
+        label = lambda path: f"optimizer_state/{name_of(path)}"  # noqa: E731
+        specs = state_specs(self.optimizer.init, *map(self.only_trained, (shapes.params, self.specs.stored)), label)
         loss_scale = jax.tree.map(lambda _: replicated, shapes.loss_scale)
-        ema = self.params_sharding if jax.tree.leaves(shapes.ema) else ()
+        ema = average_of(self.run.train, self.only_trained(self.params_sharding))
         return TrainState(self.params_sharding, self._named(specs), loss_scale, ema=ema)
 
 

@@ -23,6 +23,7 @@ from megajax.data.prefetch import Prefetch
 from megajax.data.source import open_data
 from megajax.estimate.auto import resolved_layout
 from megajax.estimate.gpus import Peak, device_peak, gpu_of
+from megajax.pipeline.trained import merge, split
 from megajax.runtime.mesh import make_mesh
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog, is_peer_error
@@ -163,7 +164,7 @@ class Trainer:
         devices = self.mesh.devices.flatten().tolist()
         # CPU devices share the cores with one another and with all else that runs: no figure is a peak
         peak = device_peak(devices, self.run.train.precision) if devices[0].platform != "cpu" else None
-        resume = self.directory.resume(self.training) or self._imported_state(initial_params)
+        resume = self._resumed_state(initial_params) or self._imported_state(initial_params)
         self.directory.connect_data(self.data.batches, resume[1] if resume else None)
         minutes = self.output.exit_after_minutes
         with (
@@ -205,18 +206,31 @@ class Trainer:
             log.message(goodput.describe())
         return result
 
-    def _imported_state(self, read: Callable[[str, Training], Any] | None) -> tuple[TrainState, Progress] | None:
-        """A fresh state with the parameters of `init_from`; None without that option."""
+    def _resumed_state(self, read: Callable[[str, Training], Any] | None) -> tuple[TrainState, Progress] | None:
+        """The state to resume from; of adapters, with the model of `init_from`. None: there is none."""
+        resume = self.directory.resume(self.training)
+        if resume is None or jax.tree.structure(resume[0].params) == jax.tree.structure(self.training.params_sharding):
+            return resume
+        state, progress = resume
+        base = split(self._read_params(read), self.training.trained)[1]
+        return dataclasses.replace(state, params=merge(state.params, base)), progress
+
+    def _read_params(self, read: Callable[[str, Training], Any] | None) -> Any:
+        """The parameters of `init_from`."""
         source = self.run.train.init_from
-        if source is None:
-            return None
         if read is None:
             raise ConfigError(f"init_from = {source}, but nothing reads it: pass initial_params to Trainer.fit.")
+        self.directory.messages.append(f"weights   from {source}")
+        return read(source, self.training)
+
+    def _imported_state(self, read: Callable[[str, Training], Any] | None) -> tuple[TrainState, Progress] | None:
+        """A fresh state with the parameters of `init_from`; None without that option."""
+        if self.run.train.init_from is None:
+            return None
         state = self.training.init_state()
         jax.tree.map(lambda leaf: leaf.delete(), (state.params, state.ema))  # their memory is needed
-        params = read(source, self.training)
-        self.directory.messages.append(f"weights   from {source}")
-        return started(self.run.train, dataclasses.replace(state, params=params, ema=())), Progress()
+        state = dataclasses.replace(state, params=self._read_params(read), ema=())
+        return started(self.run.train, state, self.training.only_trained(state.params)), Progress()
 
     def _goodput(self, started: float | None) -> Goodput:
         """The account of the run's time, which process 0 writes."""
@@ -240,6 +254,7 @@ class Trainer:
         return [
             f"model     {model.name}: {count_parameters(self.training):,} parameters, "
             f"{counted(model.layers, 'layer')}{size}",
+            *self._trained(),
             f"mesh      data {parallel.data} x {context}pipe {parallel.pipe} x tensor {parallel.tensor} on "
             f"{counted(devices.size, f'{devices.flat[0].device_kind} device')}, {run.train.precision}, "
             f"sequence parallel {sequence_parallel}, recompute {parallel.recompute}{groups}",
@@ -248,6 +263,22 @@ class Trainer:
             *(f"data      {line}" for line in self.data.description),
             *([f"peak      {reference}"] if peak else []),
         ]
+
+    def _trained(self) -> list[str]:
+        """A line with the number of parameters that are trained, if some are frozen."""
+        if self.training.trained is None:
+            return []
+        model, tokens = self.training.model, getattr(self.run.model, "vocabulary", None)
+        unpadded = lambda names, leaf: (  # noqa: E731
+            leaf.size // leaf.shape[names.index("vocabulary")] * tokens
+            if tokens and "vocabulary" in names
+            else leaf.size
+        )
+        is_names = lambda node: isinstance(node, tuple)  # noqa: E731
+        shapes = jax.eval_shape(model.init, jax.random.key(0))  # without empty slots
+        sizes = jax.tree.map(unpadded, model.logical_axes(), shapes, is_leaf=is_names)
+        own, every = (sum(jax.tree.leaves(tree)) for tree in (self.training.only_trained(sizes), sizes))
+        return [f"trained   {own:,} of {every:,} parameters ({own / every:.3%}), all others are frozen"]
 
     def _changed(self) -> list[str]:
         """A line with the options that differ from the defaults, if any do."""

@@ -100,7 +100,12 @@ class Replay:
         step = jax.jit(
             partial(training.traced_step, statistics=self._statistics),
             in_shardings=(state, training.batch_sharding, replicated, replicated),
-            out_shardings=((state, replicated), training.params_sharding, replicated, replicated),
+            out_shardings=(
+                (state, replicated),
+                training.only_trained(training.params_sharding),
+                replicated,
+                replicated,
+            ),
         )
         self._step = training.checked(step)
         self._sketch_start = jax.jit(self._sketches_of_state, out_shardings=replicated)
@@ -197,7 +202,7 @@ class Replay:
         slopes = named(gradients)
         update = {
             name: well_conditioned(new - old[name], slopes[name], 3 if is_block(name) else 0)
-            for name, new in named(after.params).items()
+            for name, new in named(self.training.only_trained(after.params)).items()
         }
         state = {name: getattr(after, name) for name in ("ema", "optimizer_state", "loss_scale")}
         return {

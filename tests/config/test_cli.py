@@ -63,7 +63,8 @@ def text_and_value(field: dataclasses.Field):
         value = next(choice for choice in reversed(field.metadata["choices"]) if choice != field.default)
         return value, value
     if field.metadata["list_style"] == "repeat":
-        return "blocks=0.5", ("blocks=0.5",)
+        pattern = "blocks=0.5" if field.name == "lr_multiplier" else "shared/*"
+        return pattern, (pattern,)
     return {
         int: ("3", 3),
         int | None: ("5", 5),
@@ -79,7 +80,8 @@ FIELDS = [
     (part, field)
     for part, config in (("model", ModelConfig), ("parallel", ParallelConfig), ("train", TrainConfig))
     for field in dataclasses.fields(config)
-    if (part, field.name) not in (("model", "name"), ("train", "init_from"))  # reads a directory: tests/interop
+    # that read a directory: tests/interop
+    if (part, field.name) not in (("model", "name"), ("train", "init_from"), ("train", "init_adapters"))
 ]
 
 

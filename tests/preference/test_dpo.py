@@ -70,6 +70,18 @@ def test_steps_are_those_of_trl(pairs, loss_type, words):
     assert records[1]["rewards/margins"] > 0.9
 
 
+@pytest.mark.parametrize("words", ["--lora 4 --lora-targets all-linear", "--freeze blocks/attention --ema-decay 0.9"])
+def test_adapters_and_frozen_weights_are_trained_and_resumed(pairs, words, capsys):
+    """The reference is the model without what is trained."""
+    records = train(pairs, f"{MESH} --microbatch-size 4 --learning-rate 1e-2 --steps 2 --save-every 2 {words}")
+    assert records[0]["rewards/margins"] == pytest.approx(0, abs=1e-5) and records[1]["rewards/margins"] > 0.01
+    run = pairs.parent / "run"
+    again = ["--config", str(run / "config.toml"), "--pairs", str(pairs), "--run-dir", str(run), "--resume", "auto"]
+    assert dpo.main([*again, "--steps", "4", "--devices", "cpu:4"]) == 0
+    assert "all others are frozen" in capsys.readouterr().out
+    assert read_steps(run / "log.jsonl")[-1]["rewards/margins"] > records[1]["rewards/margins"]
+
+
 def test_a_run_resumes_with_its_reference_and_its_options(pairs, capsys):
     words = "--devices cpu:1 --steps 3 --save-every 3"
     compare(train(pairs, words), GOLDEN["steps"]["sigmoid"][:3])

@@ -95,6 +95,12 @@ def test_rewards_grow(tmp_path):
     assert last["step"] == 13 and last["reward"] > np.mean(reward[:2]) + 0.1 and last["kl"] > 0.1
 
 
+def test_adapters_are_trained_on_completions_of_their_model(tmp_path):
+    words = f"{MESH} --num-generations 4 --max-completion-length 6 --global-batch-size 12 --steps 2 --microbatch-size 6"
+    records = train(tmp_path, f"{words} --learning-rate 1e-2 --beta 0.01 --lora 4")
+    assert records[0]["kl"] == pytest.approx(0, abs=1e-6) and records[1]["kl"] > 1e-5
+
+
 def test_advantages_are_those_of_groups():
     rewards = np.array([1.0, 0.0, 0.0, 1.0, 2.0, 2.0], np.float32)
     found = group_advantages(rewards, 3)

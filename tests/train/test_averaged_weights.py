@@ -1,17 +1,20 @@
 """Runs with `--ema-decay`: resumed on another layout, without an average, validated, generated, evaluated and exported."""
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from megajax.checkpoint.layout import to_canonical
+from megajax.checkpoint.layout import named, to_canonical
 from megajax.config import ConfigError, DataConfig, ModelConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.estimate.memory import bytes_per_device
 from megajax.interop.hugging_face.export import export_run
 from megajax.interop.weight_source import RunDirectorySource
 from megajax.train.command import describe_shapes
+from megajax.train.state import evaluated_params
 from megajax.train.trainer import Trainer
 from megajax.train.validation import validation_loss
 
@@ -45,6 +48,15 @@ def trained(tmp_path_factory, text):
 
 def canonical(trainer, tree):
     return jax.tree.map(np.asarray, to_canonical(tree, trainer.training.where))
+
+
+def target_of(trainer):
+    """What weights are loaded for, in the layout of a trainer's parameters."""
+    layout = trainer.training.state_layout
+    layout = dataclasses.replace(
+        layout, shapes={"params": layout.shapes.params}, shardings={"params": layout.shardings.params}
+    )
+    return types.SimpleNamespace(run=trainer.run, params_layout=layout, weights=lambda params: params)
 
 
 def test_a_run_stopped_and_resumed_on_another_layout_has_the_same_average(tmp_path, text, trained):
@@ -91,19 +103,8 @@ def test_the_average_is_validated_when_asked(trained):
 def test_sources_read_the_average(trained):
     directory, whole, state = trained
 
-    class Target:
-        run = whole.run
-        params_layout = whole.training.state_layout
-
-        def weights(self, params):
-            return params
-
-    layout = whole.training.state_layout
-    Target.params_layout = dataclasses.replace(
-        layout, shapes={"params": layout.shapes.params}, shardings={"params": layout.shardings.params}
-    )
     for ema, want in ((False, state.params), (True, state.ema)):
-        got = RunDirectorySource(str(directory), None, ema=ema).load(Target())
+        got = RunDirectorySource(str(directory), None, ema=ema).load(target_of(whole))
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
 
 
@@ -111,8 +112,6 @@ def test_the_average_is_exported(trained, tmp_path):
     directory, whole, state = trained
     for name, ema in (("weights", False), ("average", True)):
         export_run(directory, tmp_path / name, ema=ema)
-    from safetensors.numpy import load_file
-
     weights, average = (load_file(tmp_path / name / "model.safetensors") for name in ("weights", "average"))
     key = next(name for name in weights if name.endswith("wte.weight"))
     stored = canonical(whole, {"params": state.params, "ema": state.ema})
@@ -134,3 +133,30 @@ def test_the_memory_of_the_average_is_counted(trained):
     local = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.ema))
     assert more == pytest.approx(local, rel=0.05)
     assert "averaged weights" in describe_shapes(whole.run)
+
+
+def test_frozen_weights_have_no_average_and_are_read_as_they_are(tmp_path, text):
+    freeze = ("blocks/attention", "shared/embedding")
+    first = trainer_of(tmp_path, ZERO1, text, steps=2, freeze=freeze)
+    first.fit()
+    whole = trainer_of(tmp_path, PIPE2, text, resume="auto", freeze=freeze, ema_validation=True)
+    state = whole.fit().state
+    own = {name for name in named(state.params) if not name.startswith(("blocks/attention/", "shared/embedding/"))}
+    assert named(state.ema).keys() == own and own < named(state.params).keys()
+    params, average = canonical(whole, state.params), canonical(whole, state.ema)
+    assert max(np.abs(average[name] - params[name]).max() for name in own) > 1e-3
+    evaluated = canonical(whole, evaluated_params(whole.run.train, state))
+    got = canonical(whole, RunDirectorySource(str(tmp_path), None, ema=True).load(target_of(whole)))
+    assert got.keys() == evaluated.keys() == params.keys()
+    for name, leaf in params.items():
+        np.testing.assert_array_equal(evaluated[name], average[name] if name in own else leaf)
+        np.testing.assert_array_equal(got[name], evaluated[name])
+    for name, ema in (("weights", False), ("average", True)):
+        export_run(tmp_path, tmp_path / name, ema=ema)
+    weights, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("weights", "average"))
+    same = {name for name, tensor in weights.items() if np.array_equal(tensor, exported[name])}
+    assert same == {name for name in weights if ".attn." in name or "wte" in name or "wpe" in name}
+    local = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.ema))
+    without = dataclasses.replace(whole.run, train=dataclasses.replace(whole.run.train, ema_decay=None))
+    more = bytes_per_device(whole.run)["optimizer"] - bytes_per_device(without)["optimizer"]
+    assert more == pytest.approx(local, rel=0.05)

@@ -46,7 +46,13 @@ def _export(options: argparse.Namespace) -> str:
     from megajax.interop.hugging_face.export import export_run
 
     out = pathlib.Path(options.out)
-    size = export_run(pathlib.Path(options.run), out, options.step, options.dtype, options.max_shard_size, options.ema)
+    size = export_run(
+        *(pathlib.Path(options.run), out, options.step, options.dtype, options.max_shard_size),
+        ema=options.ema,
+        peft=options.peft,
+    )
+    if options.peft:
+        return f"{out}: adapters of {size['family']}, {size['step']}, {size['tensors']} tensors"
     return f"{out}: {size['family']}, {size['step']}, {size['dtype']}, {size['files']} safetensors file(s)"
 
 
@@ -79,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add.add_argument(
         "--max-shard-size", metavar="SIZE", type=_bytes, default=5 * 10**9, help="of a file (default: 5GB)"
+    )
+    add.add_argument(
+        "--peft", action="store_true", help="the adapters alone, as PEFT's files (default: merged weights)"
     )
     add_options(add, LaunchConfig, "several processes")
     return parser

@@ -19,8 +19,6 @@ import numpy as np
 from megajax.checkpoint import layout, reader
 from megajax.checkpoint.directory import NAME, complete_steps
 from megajax.checkpoint.run_files import MODEL, TOKENIZER
-from megajax.checkpoint.shapes import shape_problem
-from megajax.checkpoint.streamed import open_leaf
 from megajax.checkpoint.writer import on_all_processes
 from megajax.config import (
     BertConfig,
@@ -31,6 +29,7 @@ from megajax.config import (
     TrainConfig,
     padded_vocabulary,
 )
+from megajax.config.lora import base_model
 from megajax.data.hugging_face import has_settings, model_files, tokenizer_files
 from megajax.data.tokenizer_files import has_tokenizer
 from megajax.data.tokenizers import (
@@ -40,8 +39,8 @@ from megajax.data.tokenizers import (
     Tokenizer,
     load_tokenizer,
 )
+from megajax.interop.hugging_face.adapters import RunLeaves, export_adapters
 from megajax.interop.hugging_face.config import family_of_model, merge_config, read_json
-from megajax.interop.hugging_face.read_model import replace_directory
 from megajax.interop.hugging_face.tensors import (
     Piece,
     axis_sizes,
@@ -52,6 +51,7 @@ from megajax.interop.hugging_face.tensors import (
     tensor_shape,
 )
 from megajax.interop.hugging_face.weights import PART_BYTES, grid, pieces_of, stacked_indices, tensor_names
+from megajax.interop.output_file import replace_directory
 from megajax.interop.safetensors import Shards
 from megajax.models.context import model_shapes
 from megajax.models.interface import model_class
@@ -80,8 +80,11 @@ def export_run(
     dtype: str | None = None,
     largest: int = 5 * 10**9,
     ema: bool = False,
+    peft: bool = False,
 ) -> dict[str, str]:
     """Writes the directory; nothing of it is there before it is complete. All processes call it.
+
+    Adapters are added to the weights that they are for; with `peft` they are written alone (`adapters.py`).
 
     Args:
       run_dir: whose checkpoint to export.
@@ -89,7 +92,8 @@ def export_run(
       step: of the checkpoint; None: the newest.
       dtype: of DTYPES; None: that of the config.json that the run has started from, or fp32.
       largest: bytes of a shard.
-      ema: writes the averaged weights.
+      ema: writes the averaged weights; frozen ones, which have no average, as they are.
+      peft: writes the adapters as PEFT's files.
 
     Returns:
       "step", "family", "dtype" and "files", for the command's message.
@@ -99,16 +103,21 @@ def export_run(
         written, or a weight is beyond the range of fp16.
     """
     path = _checkpoint(run_dir, step)
-    model = _model(path)
+    adapted = _model(path)
+    model, base = base_model(adapted), reader.read_meta(path)["config"]["train"].get("init_from")
     imported = run_dir / MODEL / "config.json"
     original = read_json(imported) if imported.is_file() else {}
     family, keys = family_of_model(model, original.get("model_type"))
     dtype = dtype or _usual_dtype(original)
     name, numpy_dtype = DTYPES[dtype]
     reader.verify(path)
+    leaves = RunLeaves(path, adapted, base, ema)
+    if peft:
+        count = export_adapters(leaves, family.name, base, out)
+        return {"step": path.name, "family": family.name, "dtype": "fp32", "files": "1", "tensors": str(count)}
     tokenizer = _tokenizer(run_dir, reader.read_meta(path)["tokenizer"]["name"], needed=not original)
-    part = "ema" if ema else "params"
-    shapes, sizes = _leaves(path, model, part), axis_sizes(model)
+    shapes, sizes = _leaves(leaves, model), axis_sizes(model)
+    leaves.use_base(list(shapes))
     pieces, tensors = {leaf: pieces_of(family.name, leaf, model.layer_kinds) for leaf in shapes}, {}
     for piece in itertools.chain(*pieces.values()):
         tensors |= dict.fromkeys(tensor_names(piece, sizes), tensor_shape(piece, sizes))
@@ -117,9 +126,9 @@ def export_run(
         on_all_processes("export/create", lambda: shards.create() if jax.process_index() == 0 else None)
 
         def write_own() -> None:
-            for number, (leaf, box) in enumerate(_boxes(path, part, shapes, pieces, sizes)):
+            for number, (leaf, box) in enumerate(_boxes(leaves, shapes, pieces, sizes)):
                 if number % jax.process_count() == jax.process_index():
-                    _write_box(shards, open_leaf(path, f"{part}/{leaf}"), pieces[leaf], box, sizes)
+                    _write_box(shards, leaves.region(leaf, box, shapes[leaf]), pieces[leaf], box, sizes)
 
         on_all_processes("export/tensors", write_own)
         if jax.process_index() == 0:
@@ -212,7 +221,7 @@ def _model(path: pathlib.Path) -> ModelConfig:
     if unknown:
         raise ConfigError(f"{path} is of a model with {unknown}, not of a ModelConfig: only those can be exported")
     try:
-        model = kind(**stored)
+        model = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()})
         model.validate()
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{path} does not store a legal model: {error}") from None
@@ -224,33 +233,27 @@ def _usual_dtype(original: dict) -> str:
     return next((ours for ours, (theirs, _) in DTYPES.items() if theirs == name), "fp32")
 
 
-def _leaves(path: pathlib.Path, model: ModelConfig, part: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters, as the checkpoint stores them.
-
-    `part`: "params", or "ema" for their averages.
+def _leaves(leaves: RunLeaves, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters, as the checkpoint stores them; of one that is not in it, as the model has it.
 
     Raises:
-      ConfigError: one is missing or of another shape.
+      ConfigError: one is of another shape.
     """
     run = RunConfig(model, ParallelConfig(), TrainConfig())
     wanted = layout.named(jax.eval_shape(model_shapes(run, model_class(model)).init, jax.random.key(0)))
-    stored = layout.named(reader.arrays_in(path))
     rows, found = padded_vocabulary(model.vocabulary, 1), {}
     for name, leaf in wanted.items():
-        have = stored.get(f"{part}/{name}")
-        if have is None and part == "ema":
-            raise ConfigError(f"checkpoint {path} {shape_problem('ema/', {}, (), run)}.")
-        if have is None:
-            raise ConfigError(f"checkpoint {path} has no params/{name}: it is of another model than its metadata says")
-        shape = tuple(have.shape)
+        shape = leaves.stored.get(name, leaf.shape)
         padded = leaf.shape[0] == rows and shape[1:] == leaf.shape[1:] and shape[0] >= model.vocabulary
         if shape != leaf.shape and not padded:
-            raise ConfigError(f"checkpoint {path}: {part}/{name} has shape {shape}, and its model's has {leaf.shape}")
+            raise ConfigError(
+                f"checkpoint {leaves.path}: {leaves.stored_name(name)} has shape {shape}, and its model's has {leaf.shape}"
+            )
         found[name] = shape
     return found
 
 
-def _boxes(path, part, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, tuple[slice, ...]]]:
+def _boxes(leaves: RunLeaves, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, tuple[slice, ...]]]:
     """Regions of all leaves that are read at once: whole stored chunks, and at most PART_BYTES where chunks are smaller.
 
     A region is whole but for layers, experts and its first piece's leading axis, so that it has whole rows of the tensors.
@@ -261,7 +264,7 @@ def _boxes(path, part, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, t
             continue
         first = stacked_axes(pieces[0])
         axis = first + lead_axis(pieces[0])
-        stored = open_leaf(path, f"{part}/{name}").chunk_layout.read_chunk.shape or shape
+        stored = leaves.chunk(name, shape, first)
         step = [*map(min, shape[:first], stored), *shape[first:]]
         last = list(shape)
         last[axis] = min(shape[axis], sizes[pieces[0].theirs[0]])  # without the vocabulary's padding
@@ -271,8 +274,7 @@ def _boxes(path, part, shapes, pieces_of_leaves, sizes) -> Iterator[tuple[str, t
             yield name, box
 
 
-def _write_box(shards: Shards, stored, pieces: tuple[Piece, ...], box: tuple[slice, ...], sizes) -> None:
-    values = stored[box].read().result()
+def _write_box(shards: Shards, values, pieces: tuple[Piece, ...], box: tuple[slice, ...], sizes) -> None:
     for piece in pieces:
         first = stacked_axes(piece)
         start = box[first + lead_axis(piece)].start * rows_of(piece, sizes)

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +23,9 @@ from megajax.checkpoint.directory import NAME
 from megajax.checkpoint.metadata import FORMAT, Progress, run_meta
 from megajax.checkpoint.run_files import copy_model, copy_tokenizer, tokenizer_copy
 from megajax.checkpoint.streamed import Part, StreamedLeaf, streaming_handler
-from megajax.checkpoint.writer import on_all_processes, reason_of, write
+from megajax.checkpoint.writer import on_all_processes, write
 from megajax.config import BertConfig, ConfigError, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megajax.config.lora import base_model
 from megajax.config.stored_paths import store_paths
 from megajax.config.toml import HEADER, toml_text
 from megajax.data.hugging_face import model_files
@@ -34,16 +34,18 @@ from megajax.data.tokenizers import load_tokenizer
 from megajax.interop.gguf.config import config_keys
 from megajax.interop.gguf.file import GGUFFile, open_gguf
 from megajax.interop.gguf.tokenizer import missing_tokenizer, write_tokenizer
+from megajax.interop.hugging_face.adapters import read_adapters
 from megajax.interop.hugging_face.config import read_config, tokenizer_options
 from megajax.interop.hugging_face.quantized import open_weights
 from megajax.interop.hugging_face.weights import Tensor, Weights, load_params, missing_heads, pieces_of, regions
+from megajax.interop.output_file import replace_directory
+from megajax.pipeline.trained import merge, only_trained, split
 from megajax.runtime.mesh import make_mesh
 from megajax.train.precision import make_loss_scale
 from megajax.train.step import Training, make_training
 
-__all__ = ["Source", "import_run", "initial_params", "replace_directory", "write_run"]
+__all__ = ["Source", "import_run", "initial_params", "write_run"]
 
-TEMPORARY = ".unfinished"
 FINE_TUNING = {"learning_rate": 2e-5, "minimum_learning_rate": 2e-6, "steps": 1000}
 
 
@@ -77,10 +79,29 @@ def initial_params(directory: str, training: Training) -> Any:
     _with_length(stored, model.sequence_length)
     target = training.state_layout
     target = dataclasses.replace(target, shapes=target.shapes.params, shardings=target.shardings.params)
-    missing = missing_heads(path, family.name, list(layout.named(target.shapes)))
+    mask = jax.tree_util.tree_map_with_path(lambda path, _: "/lora/" in layout.name_of(path), target.shapes)
+    shapes, shardings = (split(tree, mask)[1] for tree in (target.shapes, target.shardings))
+    missing = missing_heads(path, family.name, list(layout.named(shapes)))
     if missing and jax.process_index() == 0:
         print(f"{directory} has no {' and no '.join(missing)}: initialized from --seed")
-    return load_params(path, family.name, model, target, _fresh_heads(training, missing) if missing else None)
+    heads = _fresh_heads(training, missing) if missing else None
+    target = dataclasses.replace(target, shapes=shapes, shardings=shardings)
+    params = load_params(path, family.name, base_model(model), target, heads, as_stored=True)
+    if not model.lora:
+        return params
+    if training.run.train.init_adapters is None:
+        return merge(_fresh_adapters(training, mask), params)
+    shapes, shardings = (only_trained(tree, mask) for tree in (training.state_shapes.params, training.params_sharding))
+    target = dataclasses.replace(target, shapes=shapes, shardings=shardings)
+    directory = pathlib.Path(training.run.train.init_adapters)
+    return merge(read_adapters(directory, family.name, model, target), params)
+
+
+def _fresh_adapters(training: Training, mask: Any) -> Any:
+    """The adapters as a training from scratch initializes them; `mask`: which of the parameters they are."""
+    with jax.set_mesh(training.mesh):
+        adapters = lambda tree: only_trained(tree, mask)  # noqa: E731
+        return jax.jit(lambda: adapters(training.fresh_params()), out_shardings=adapters(training.params_sharding))()
 
 
 def _fresh_heads(training: Training, names: Sequence[str]) -> dict[str, jax.Array]:
@@ -241,37 +262,3 @@ def _write_files(
     }
     path = unfinished / "config.toml"
     path.write_text(toml_text(tables, HEADER.format(path=final / "config.toml")), encoding="utf-8")
-
-
-@contextlib.contextmanager
-def replace_directory(path: pathlib.Path, option: str) -> Iterator[pathlib.Path]:
-    """A temporary directory beside `path`, renamed to it at the end, and deleted after an error. All processes enter it.
-
-    Raises:
-      ConfigError: `path` has files, or cannot be written.
-    """
-    path = path.absolute()
-    unfinished, is_first = path.with_name(path.name + TEMPORARY), jax.process_index() == 0
-
-    def start() -> None:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"{path} exists and is not an empty directory: pass another {option}")
-        if is_first:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-
-    def finish() -> None:
-        if is_first:
-            if path.exists():
-                path.rmdir()
-            unfinished.rename(path)
-
-    try:
-        on_all_processes(f"{option}/start", start)
-        yield unfinished
-        on_all_processes(f"{option}/finish", finish)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {reason_of(error)}; pass another {option}") from None
-    finally:
-        if is_first:
-            shutil.rmtree(unfinished, ignore_errors=True)

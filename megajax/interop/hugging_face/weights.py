@@ -210,6 +210,8 @@ def load_params(
     model: ModelConfig,
     target: StateLayout,
     given: Mapping[str, jax.Array] | None = None,
+    *,
+    as_stored: bool = False,
 ) -> Any:
     """The parameters on a run's devices: each process reads what its devices hold, part by part.
 
@@ -218,9 +220,10 @@ def load_params(
       family, model: as of `Weights`.
       target: the layout of the parameters (`Training.state_layout`'s shapes and shardings of "params").
       given: leaves by name that are not read, `missing_heads`.
+      as_stored: in the types of `target.shapes`.
 
     Returns:
-      A tree like `target.shapes`, fp32.
+      A tree like `target.shapes`, fp32 if not `as_stored`.
 
     Raises:
       ConfigError: a file is damaged; or see `Weights`.
@@ -233,7 +236,7 @@ def load_params(
         if name not in copies:
             shape = layout.canonical_shape(name, leaf.shape, target.where)
             own = layout.canonical_sharding(name, leaf.shape, sharding, target.where)
-            copies[name] = _load_leaf(weights, name, shape, own)
+            copies[name] = _load_leaf(weights, name, shape, own, leaf.dtype if as_stored else np.float32)
     return layout.from_canonical(copies, target)
 
 
@@ -243,17 +246,17 @@ def _lacks(tensors: Mapping[str, Tensor], family: str, name: str) -> bool:
     return not any(stored.endswith(endings) for stored in tensors)
 
 
-def _load_leaf(weights: Weights, name: str, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+def _load_leaf(weights: Weights, name: str, shape: tuple[int, ...], sharding: NamedSharding, dtype: Any) -> jax.Array:
     """A leaf in canonical layout; the host holds one region of it at a time."""
     buffers = []
     pieces = weights.pieces[name]
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         box = [slice(*one.indices(size)[:2]) for one, size in zip(index, shape, strict=True)]
         sizes = tuple(one.stop - one.start for one in box)
-        buffer = jnp.zeros(sizes, jnp.float32, device=device)
+        buffer = jnp.zeros(sizes, dtype, device=device)
         for region in regions(sizes, pieces)[1]:
             moved = tuple(slice(a.start + b.start, a.stop + b.start) for a, b in zip(region, box, strict=True))
-            part = jax.device_put(weights.region(name, moved, shape), device)
+            part = jax.device_put(weights.region(name, moved, shape).astype(dtype), device)
             buffer = _put(buffer, part, tuple(one.start for one in region))
         buffers.append(buffer)
     return jax.make_array_from_single_device_arrays(shape, sharding, buffers)
