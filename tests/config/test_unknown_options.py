@@ -131,6 +131,9 @@ TYPED = {
     "--global_batch_size 8": "--global-batch-size",
     "--Learning_Rate 8": "--learning-rate",
     "--layer 4": "--layers",
+    "--lora_r 8": "--lora",
+    "--lora_target_modules q_proj": "--lora-targets",
+    "--ema 0.999": "--ema-decay",
     "--learning-rat 4": "--learning-rate",
 }
 NO_OPTION = {
@@ -143,7 +146,7 @@ NO_OPTION = {
     "--load_best_model_at_end": "megajax evaluate",
     "--autotuning run": "megajax plan",
     "--optim adafactor": "it is --optimizer here",
-    "--lora_r 8": "not supported",
+    "--load_in_4bit": "not supported",
     "--zzz": "--help lists every option",
 }
 OTHER_COMMANDS = [  # command, words, part of the message

@@ -1,6 +1,6 @@
 """Names of options that people try and that belong to no single tool."""
 
-from megajax.config.foreign.entry import EPOCHS, GLOBAL, NOT_SUPPORTED, Entry
+from megajax.config.foreign.entry import EPOCHS, GLOBAL, Entry
 
 COMMON: dict[str, Entry] = {
     "--lr": ("--learning-rate", ""),
@@ -123,8 +123,8 @@ COMMON: dict[str, Entry] = {
     "--top-k-experts": ("--experts-per-token", ""),
     "--num-local-experts": ("--experts", ""),
     "--num-experts-per-tok": ("--experts-per-token", ""),
-    "--ema": ("", NOT_SUPPORTED),
-    "--lora": ("", "not supported: all weights are trained"),
-    "--lora-rank": ("", "not supported: all weights are trained"),
+    "--ema": ("--ema-decay", ""),
+    "--lora": ("--lora", "with the rank"),
+    "--lora-rank": ("--lora", ""),
     "--early-stopping": ("", "not supported; checkpoints of every --save-every steps can be evaluated"),
 }

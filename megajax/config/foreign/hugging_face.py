@@ -108,8 +108,10 @@ HUGGING_FACE: dict[str, Entry] = {
     "--neftune_noise_alpha": ("", NOT_SUPPORTED),
     "--load_in_8bit": ("", "not supported: no quantised weights"),
     "--load_in_4bit": ("", "not supported: no quantised weights"),
-    "--use_peft": ("", "not supported: all weights are trained"),
-    "--lora_r": ("", "not supported: all weights are trained"),
-    "--lora_alpha": ("", "not supported: all weights are trained"),
+    "--use_peft": ("--lora", "with the rank"),
+    "--lora_r": ("--lora", ""),
+    "--lora_alpha": ("--lora-alpha", ""),
+    "--lora_dropout": ("--lora-dropout", ""),
+    "--lora_target_modules": ("--lora-targets", "with commas between the names"),
     "--streaming": ("", "not needed: files of --data-path are mapped, not read into memory"),
 }
