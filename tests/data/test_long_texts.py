@@ -155,7 +155,7 @@ def test_long_blocks_are_not_in_flight_together(monkeypatch):
 
     monkeypatch.setattr(tokenize_blocks.concurrent.futures, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(tokenize_blocks, "BYTES_AHEAD", 100)
-    monkeypatch.setattr(preprocess, "PART", 10)
+    monkeypatch.setattr(tokenize_blocks, "PART", 10)
     blocks = [Block("f", "jsonl", 1, bytes(size), 0) for size in (10, 10, 60, 60, 300, 10, 10, 10, 10, 10, 10)]
     assert len(list(tokenize_blocks.Workers(2).encode(blocks, preprocess.Recipe("byte")))) == len(blocks)
     assert max(most) == 300 and most == [10, 20, 80, 60, 300, 10, 20, 30, 40, 50, 60]
