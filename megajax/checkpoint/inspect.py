@@ -91,7 +91,7 @@ def _show(path: pathlib.Path, verify: bool) -> bool:
     except (OverflowError, ValueError, OSError):
         saved = "at an unknown time"
     unused = ["experts", "experts_per_token", "shared_feedforward"] if not model.get("experts") else []
-    unused += [] if model.get("dense_layers") else ["dense_layers"]
+    unused += [name for name in ("dense_layers", "lora") if not model.get(name)]
     sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int and name not in unused)
     print(one_line(str(path)))
     print(

@@ -91,10 +91,15 @@ def test_the_last_record_of_a_log(tmp_path):
     assert last_record(log, 7)["loss"] == 7.5 and last_record(log, 9) == last_record(tmp_path / "none", 8) == {}
 
 
+def started(training):
+    """A state with the structure of a run's."""
+    return types.SimpleNamespace(params=training.params_sharding)
+
+
 def test_the_library_example_of_the_readme_runs_twice(tmp_path, monkeypatch):
     """The second start has no step left: its metrics are those of the log."""
     (tmp_path / "log.jsonl").write_text(LINES)
-    monkeypatch.setattr(RunDirectory, "resume", lambda self, training: (types.SimpleNamespace(), Progress(7, 80)))
+    monkeypatch.setattr(RunDirectory, "resume", lambda self, training: (started(training), Progress(7, 80)))
     monkeypatch.setattr(trainer, "train", lambda *arguments, resume, **settings: (resume[0], {}))
     run = Trainer(RUN, output=OutputConfig(run_dir=str(tmp_path), resume="auto", tensorboard=False))
     assert run.fit().metrics["loss"] == 7.5
