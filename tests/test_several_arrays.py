@@ -68,7 +68,7 @@ def run_of(name, schedule="1f1b", mesh=(2, 2, 2), chunks=1, **options):
     ("name", "schedule"),
     [
         pytest.param(name, schedule, marks=() if (name, schedule) in QUICK else pytest.mark.slow)
-        for QUICK in [{("dit", "zb_v"), ("encoder-decoder", "1f1b"), ("two towers", "interleaved_1f1b")}]
+        for QUICK in [{("dit", "zb_v")}]
         for name in MODELS
         for schedule in LAYOUTS
     ],

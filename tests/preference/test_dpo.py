@@ -57,8 +57,10 @@ def compare(records: list[dict], expected: list[dict], names: tuple[str, ...] = 
     [
         ("sigmoid", ONE),
         ("sigmoid", f"{MESH} --microbatch-size 4 --zero 0 --schedule 1f1b"),
-        ("ipo", "--devices cpu:8 --data 2 --pipe 2 --tensor 2 --schedule zb_v --zero 3"),
-        ("kto", f"{MESH} --microbatch-size 4"),
+        pytest.param(
+            "ipo", "--devices cpu:8 --data 2 --pipe 2 --tensor 2 --schedule zb_v --zero 3", marks=pytest.mark.slow
+        ),
+        pytest.param("kto", f"{MESH} --microbatch-size 4", marks=pytest.mark.slow),
         pytest.param("kto", ONE, marks=pytest.mark.slow),
         pytest.param("ipo", ONE, marks=pytest.mark.slow),
         pytest.param("sigmoid", f"{MESH} --vocab-parallel tensor --chunks 2", marks=pytest.mark.slow),
@@ -70,6 +72,7 @@ def test_steps_are_those_of_trl(pairs, loss_type, words):
     assert records[1]["rewards/margins"] > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["--lora 4 --lora-targets all-linear", "--freeze blocks/attention --ema-decay 0.9"])
 def test_adapters_and_frozen_weights_are_trained_and_resumed(pairs, words, capsys):
     """The reference is the model without what is trained."""

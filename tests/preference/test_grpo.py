@@ -46,8 +46,10 @@ def train(folder: pathlib.Path, words: str) -> list[dict]:
     "loss_type, words",
     [
         ("dapo", f"{MESH} --microbatch-size 2"),
-        ("grpo", ONE),
-        ("dr_grpo", "--devices cpu:8 --data 2 --pipe 2 --tensor 2 --schedule zb_v --zero 1"),
+        pytest.param("grpo", ONE, marks=pytest.mark.slow),
+        pytest.param(
+            "dr_grpo", "--devices cpu:8 --data 2 --pipe 2 --tensor 2 --schedule zb_v --zero 1", marks=pytest.mark.slow
+        ),
         pytest.param("dapo", ONE, marks=pytest.mark.slow),
         pytest.param("grpo", f"{MESH} --vocab-parallel tensor", marks=pytest.mark.slow),
     ],
@@ -95,6 +97,7 @@ def test_rewards_grow(tmp_path):
     assert last["step"] == 13 and last["reward"] > np.mean(reward[:2]) + 0.1 and last["kl"] > 0.1
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_completions_of_their_model(tmp_path):
     words = f"{MESH} --num-generations 4 --max-completion-length 6 --global-batch-size 12 --steps 2 --microbatch-size 6"
     records = train(tmp_path, f"{words} --learning-rate 1e-2 --beta 0.01 --lora 4")

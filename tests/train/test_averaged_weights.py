@@ -72,6 +72,7 @@ def test_a_run_stopped_and_resumed_on_another_layout_has_the_same_average(tmp_pa
     assert max(np.abs(got[name] - canonical(whole, state.params)[name]).max() for name in got) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_an_average_starts_one_and_one_with_it_is_read_without(tmp_path, text, capsys):
     trainer_of(tmp_path, ZERO1, text, steps=2, ema=None).fit()
     trainer = trainer_of(tmp_path, PIPE2, text, steps=2, resume="auto")
@@ -120,6 +121,7 @@ def test_the_average_is_exported(trained, tmp_path):
         np.testing.assert_array_equal(found[key], table[:257])
 
 
+@pytest.mark.slow
 def test_a_run_without_an_average_is_one_line(tmp_path, text):
     trainer_of(tmp_path, PIPE2, text, steps=1, ema=None).fit()
     with pytest.raises(ConfigError, match=r"has no averaged weights: its run was without --ema-decay; omit --ema"):
@@ -135,6 +137,7 @@ def test_the_memory_of_the_average_is_counted(trained):
     assert "averaged weights" in describe_shapes(whole.run)
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_average_and_are_read_as_they_are(tmp_path, text):
     freeze = ("blocks/attention", "shared/embedding")
     first = trainer_of(tmp_path, ZERO1, text, steps=2, freeze=freeze)

@@ -52,7 +52,6 @@ def grid(*quick: tuple[str, str]):
 
 @grid(
     ("adamw", "zero3"),
-    ("muon", "interleaved"),
     ("muon", "zero1"),
     ("optax.adafactor", "uneven"),
     ("partition", "zero1"),

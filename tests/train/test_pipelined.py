@@ -37,8 +37,8 @@ def equal(found, expected, tolerance=2e-6):
 @pytest.mark.parametrize(
     "schedule, options",
     [
-        ("1f1b", {"zero": 1}),
-        ("interleaved_1f1b", {"chunks": 2, "vocab_parallel": "tensor"}),
+        pytest.param("1f1b", {"zero": 1}, marks=pytest.mark.slow),
+        pytest.param("interleaved_1f1b", {"chunks": 2, "vocab_parallel": "tensor"}, marks=pytest.mark.slow),
         ("zb_v", {"zero": 3}),
     ],
 )
