@@ -119,6 +119,7 @@ def test_a_checkpoint_has_what_is_trained_alone(trained):
     assert "trained   " in log and "all others are frozen" in log
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_layout(trained, tmp_path):
     run_dir, _, state = trained
     run = run_of(adapted("llama"), "llama", steps=2, ema=0.5, data=2, zero=1)

@@ -85,6 +85,7 @@ def test_adapters_and_frozen_weights_are_trained_and_resumed(pairs, words, capsy
     assert read_steps(run / "log.jsonl")[-1]["rewards/margins"] > records[1]["rewards/margins"]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_its_reference_and_its_options(pairs, capsys):
     words = "--devices cpu:1 --steps 3 --save-every 3"
     compare(train(pairs, words), GOLDEN["steps"]["sigmoid"][:3])

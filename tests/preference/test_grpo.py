@@ -82,6 +82,7 @@ def test_steps_on_given_completions_are_those_of_trl(loss_type, words, tmp_path,
     assert records[0]["reward"] == pytest.approx(np.mean(ROLLOUTS["rewards"]))
 
 
+@pytest.mark.slow
 def test_rewards_grow(tmp_path):
     """Rollouts by the decoder on the mesh of the training; the reward is the share of even tokens."""
     words = (

@@ -45,7 +45,14 @@ def canonical(training, tree):
 
 @pytest.mark.parametrize(
     "layout, in_place",
-    [("interleaved", False), ("zero3", False), ("uneven", False), ("early", True), ("uneven", True), ("merged", True)],
+    [
+        pytest.param("interleaved", False, marks=pytest.mark.slow),
+        ("zero3", False),
+        pytest.param("uneven", False, marks=pytest.mark.slow),
+        ("early", True),
+        pytest.param("uneven", True, marks=pytest.mark.slow),
+        ("merged", True),
+    ],
 )
 def test_gradients_are_those_of_a_run_that_trains_all(layout, in_place, monkeypatch):
     """`in_place`: as on GPUs; a forward then writes to the stash early, and gradients that are matmuls are in fp32."""
@@ -64,7 +71,7 @@ def test_gradients_are_those_of_a_run_that_trains_all(layout, in_place, monkeypa
         np.testing.assert_allclose(gradient, whole[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", ["zero3", "experts"])
+@pytest.mark.parametrize("layout", ["zero3", pytest.param("experts", marks=pytest.mark.slow)])
 def test_a_step_leaves_frozen_parameters_and_has_state_for_the_others_alone(layout):
     training = training_of(**LAYOUTS[layout])
     state = training.init_state()
@@ -112,6 +119,7 @@ def test_no_weight_is_copied_to_the_stash(recompute):
     assert stashed(mask) <= stashed(None)  # with fewer arrays, where only a weight's gradient reads them
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_never_drains():
     training = training_of(mesh=(1, 2, 1), schedule="pipedream_2bw")
     state, before = training.init_state(), None

@@ -56,7 +56,9 @@ def test_wrong_groups_are_one_line(options, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon", "the user's"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "lion", pytest.param("adafactor", marks=pytest.mark.slow), "muon", "the user's"]
+)
 def test_updates_are_multiplied_and_not_decayed(optimizer):
     """The rates of two groups, against the same optimizer without groups."""
     own = (

@@ -42,7 +42,7 @@ def merged(model, params):
     return of(params)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["gpt", "llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_the_model_is_that_with_merged_weights(kind):
     model = MODELS[kind]
     params, plain = small.busy_params(model), dataclasses.replace(model, lora=0, lora_alpha=None, lora_targets=())
@@ -55,7 +55,9 @@ def test_the_model_is_that_with_merged_weights(kind):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["pipe and tensor", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zero3", "kinds"))]
+)
 def test_gradients_of_adapters_on_every_layout(layout):
     model = LAYOUTS[layout].get("model", LLAMA)
     loss, whole = small.expected(model)

@@ -70,7 +70,7 @@ def distillation(model, shared, y, microbatch):
     return losses.sum(), {"loss": losses, "index": microbatch["sample"]}
 
 
-@pytest.mark.parametrize("placement", ["tensor", "pipe"])
+@pytest.mark.parametrize("placement", [pytest.param("tensor", marks=pytest.mark.slow), "pipe"])
 def test_a_loss_of_the_users_has_outputs(placement):
     """Distillation from a teacher's logits, by a schedule's table, under both placements of the vocabulary."""
     table = make_schedule("1f1b", stages=2, microbatches=2)
@@ -111,6 +111,7 @@ def test_the_outputs_of_a_forward_are_those_of_the_model():
     np.testing.assert_allclose(mean, small.expected_loss(small.MODEL), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_trains():
     """With initial parameters that do not depend on the layout; its first loss is the unpipelined model's."""
     page = (pathlib.Path(__file__).parents[2] / "docs/models.md").read_text()
