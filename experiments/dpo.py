@@ -11,7 +11,6 @@ one completion: --global-batch-size 64 is 32 pairs, and --microbatch-size is eve
 is legal, except --context. The log has TRL's rewards/chosen, /rejected, /accuracies, /margins and logps/.
 """
 
-import argparse
 import math
 import pathlib
 import sys
@@ -23,28 +22,10 @@ from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import Experiment, Request, parse
 from megajax.config.preference import PreferenceConfig
 from megajax.interop.init_from import HUGGING_FACE
-from megajax.schedules.arguments import whole
 from megajax.schedules.errors import exit_code
 from megajax.train import command
 
-# TRL's defaults of DPO: learning rate 1e-6 with a linear decay and no weight decay; its batch is 8 pairs a device.
-DEFAULTS: dict[str, Any] = {
-    "model": "tiny",
-    "global_batch_size": 64,
-    "microbatch_size": 2,
-    "steps": 200,
-    "learning_rate": 1e-6,
-    "minimum_learning_rate": 0.0,
-    "learning_rate_decay": "linear",
-    "warmup_steps": 0,
-    "weight_decay": 0.0,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "clip_norm": 1.0,
-    "save_every": 200,
-    "validation_batches": 0,
-    "new_tokens": 0,
-}
+DEFAULTS: dict[str, Any] = own_options.TRL_DEFAULTS | {"microbatch_size": 2}  # a pair
 OPTIONS = "preference.json"
 EXPERIMENT = Experiment(
     f"{__doc__}\noptions of its own:\n  --epochs COUNT\n      sets --steps\n{own_options.describe(PreferenceConfig)}",
@@ -64,19 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(words: Sequence[str]) -> int:
     """One training."""
     settings, rest = own_options.split(words, PreferenceConfig, OPTIONS)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--epochs", type=whole())
-    try:
-        found, rest = parser.parse_known_args(rest)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"--epochs {error.message}: pass --epochs COUNT") from None
+    epochs, rest = own_options.split_epochs(rest)
     if {"-h", "--help"} & set(rest):
         return command.main(EXPERIMENT, rest)
     request = parse(rest, EXPERIMENT)
     if not settings.pairs:
         raise ConfigError("there is nothing to train on: pass --pairs FILE (JSON lines; --help shows a line).")
-    if found.epochs:
-        rest += ["--steps", str(steps_of(request, settings, found.epochs))]
+    if epochs:
+        rest += ["--steps", str(steps_of(request, settings, epochs))]
     make = lambda run, request, devices: make_trainer(settings, run, request, devices)  # noqa: E731
     return command.main(EXPERIMENT, rest, make=make)
 

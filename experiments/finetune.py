@@ -11,16 +11,14 @@ sets --steps to E times the rows into which the samples are packed, divided by t
 gpt3 is legal.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import gpt3
+from experiments import gpt3, own_options
 from megajax.config import ConfigError
 from megajax.config.cli import Experiment, Request, parse
-from megajax.schedules.arguments import whole
 from megajax.schedules.errors import exit_code
 
 # Full fine-tuning of instruction models: 2e-5 with a cosine and a batch of 64 to 128 chats is common to Llama 2's chat
@@ -62,12 +60,7 @@ def complete(words: Sequence[str]) -> list[str]:
     Raises:
       ConfigError: the command line is wrong, there is no --sft-data, or (for --epochs) it cannot be read.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--epochs", type=whole())
-    try:
-        found, rest = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"--epochs {error.message}: pass --epochs COUNT") from None
+    epochs, rest = own_options.split_epochs(words)
     if {"-h", "--help"} & set(rest):
         return rest
     request = parse(rest, EXPERIMENT)
@@ -76,7 +69,7 @@ def complete(words: Sequence[str]) -> list[str]:
     given = {word.partition("=")[0] for word in rest}  # a configuration of --config has all options
     if not request.given.get("valid_sft_data") and "--validation-batches" not in given:
         rest += ["--validation-batches", "0"]
-    return rest if found.epochs is None else [*rest, "--steps", str(steps_of(request, found.epochs))]
+    return rest if epochs is None else [*rest, "--steps", str(steps_of(request, epochs))]
 
 
 def steps_of(request: Request, epochs: int) -> int:

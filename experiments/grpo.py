@@ -27,25 +27,7 @@ from megajax.interop.init_from import HUGGING_FACE
 from megajax.schedules.errors import exit_code
 from megajax.train import command
 
-# TRL's defaults of GRPO: learning rate 1e-6 with a linear decay and no weight decay.
-DEFAULTS: dict[str, Any] = {
-    "model": "tiny",
-    "global_batch_size": 64,
-    "microbatch_size": 1,
-    "steps": 200,
-    "learning_rate": 1e-6,
-    "minimum_learning_rate": 0.0,
-    "learning_rate_decay": "linear",
-    "warmup_steps": 0,
-    "weight_decay": 0.0,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "clip_norm": 1.0,
-    "save_every": 200,
-    "validation_batches": 0,
-    "new_tokens": 0,
-    "log_every": 1,
-}
+DEFAULTS: dict[str, Any] = own_options.TRL_DEFAULTS | {"microbatch_size": 1, "log_every": 1}
 OPTIONS = "reward.json"
 EXPERIMENT = Experiment(
     f"{__doc__}\noptions of its own:\n{own_options.describe(RewardConfig)}",

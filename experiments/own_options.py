@@ -1,15 +1,50 @@
 """Options of an experiment of its own beside those of every training, which its run directory keeps in a file."""
 
+import argparse
 import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from megajax.config import option
+from megajax.config import ConfigError, option
 from megajax.config.options import Parser, add_options
+from megajax.schedules.arguments import whole
 
-__all__ = ["describe", "keep", "split"]
+__all__ = ["TRL_DEFAULTS", "describe", "keep", "split", "split_epochs"]
+
+# TRL's defaults of DPO and GRPO: learning rate 1e-6 with a linear decay and no weight decay; 64 completions.
+TRL_DEFAULTS: dict[str, Any] = {
+    "model": "tiny",
+    "global_batch_size": 64,
+    "steps": 200,
+    "learning_rate": 1e-6,
+    "minimum_learning_rate": 0.0,
+    "learning_rate_decay": "linear",
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "clip_norm": 1.0,
+    "save_every": 200,
+    "validation_batches": 0,
+    "new_tokens": 0,
+}
+
+
+def split_epochs(words: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The value of --epochs, None without it, and the other words of the command line.
+
+    Raises:
+      ConfigError: it is not a whole number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--epochs", type=whole())
+    try:
+        found, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"--epochs {error.message}: pass --epochs COUNT") from None
+    return found.epochs, rest
 
 
 def split(words: Sequence[str], config: type, name: str) -> tuple[Any, list[str]]:

@@ -63,7 +63,7 @@ def encode_block(block: Block, recipe: Recipe) -> Result:
 
 
 class Workers:
-    """A context: processes that tokenize, which start at once and import what they need while the caller goes on."""
+    """A context manager: worker processes that tokenize, and that start while the caller goes on."""
 
     def __init__(self, count: int, size: int = 0):
         """`count` processes; `size`: bytes of the texts, whose blocks limit how many processes start at once."""

@@ -99,10 +99,8 @@ def attention_backward(
         bound = attend.bind(query, key, value, mask=tokamax().Mask(is_causal=causal))
         settings = {name: value for name, value in bound.kwargs.items() if name != "return_residuals"}
         backward = attend.vjp or tokamax().AttentionBackward()
-        softmax = (
-            statistics,
-            jnp.ones_like(statistics),
-        )  # the largest score and the sum, of which only the two's sum counts
+        # The largest score and the sum of exponentials, of which only largest + log(sum) counts.
+        softmax = statistics, jnp.ones_like(statistics)
         gradients = backward(softmax, output, gradient, *bound.args, **settings)
     return gradients["q"], gradients["k"], gradients["v"]
 
@@ -117,6 +115,5 @@ def grouped_product(
         dimensions = tokamax().transposed_kernels if transposed else tokamax().kernels
         result = multiply(rows, kernels, group_sizes=sizes, ragged_dot_dimension_numbers=dimensions)
     grouped = lax.iota(jnp.int32, len(rows)) < sizes.sum()
-    return jnp.where(
-        grouped[:, None], result, jnp.zeros((), result.dtype)
-    )  # tokamax leaves rows of no group as they were
+    # tokamax leaves rows of no group as they were.
+    return jnp.where(grouped[:, None], result, jnp.zeros((), result.dtype))

@@ -125,7 +125,7 @@ def wait_for_all(received: Tree, values: Tree) -> Tree:
 
 
 def _where(condition: jax.Array, values: Tree) -> Tree:
-    return jax.tree.map(lambda value: jnp.where(condition, value, jnp.zeros_like(value)), values)
+    return choose(condition, values, jax.tree.map(jnp.zeros_like, values))
 
 
 def _arrived(array: jax.Array) -> jax.Array:
