@@ -47,7 +47,7 @@ def canonical(training, tree):
     "layout, in_place",
     [
         pytest.param("interleaved", False, marks=pytest.mark.slow),
-        ("zero3", False),
+        pytest.param("zero3", False, marks=pytest.mark.slow),
         pytest.param("uneven", False, marks=pytest.mark.slow),
         ("early", True),
         pytest.param("uneven", True, marks=pytest.mark.slow),
