@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.early_stash import stash_as_computed
-from megajax.pipeline.jaxprs import fp32_gradients
+from megajax.pipeline.jaxprs import Addend, fp32_gradients
 from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import SlotApart, TickStash, empty_stash
@@ -128,11 +128,7 @@ class BlockSteps:
             saved = self._saved(slot, place, stashed, template, zero)
             dw, dx = self._backward(template.backward, *saved, dy)
             dx = self.blocks.select(work.stage, slot, dx, dy)
-
-            def add(total, new, cut):
-                new = cut.scatter(new.astype(total.dtype))
-                return self._add_at(total, place, new if keep is None else jnp.where(keep, new, 0))
-
+            add = lambda total, new, cut: self._add_at(total, place, new, cut, keep)  # noqa: E731
             records = work.record(records, place, output_gradient=dy, input_gradient=dx)
             if not self.unrolled:
                 return dx, jax.tree.map(add, gradients, dw, self.trained_cut), records
@@ -194,7 +190,7 @@ class BlockSteps:
         values = iter(new)
 
         def add(total, flag, cut):
-            return self._add_at(total, place, cut.scatter(next(values).astype(total.dtype))) if flag == late else total
+            return self._add_at(total, place, next(values), cut) if flag == late else total
 
         return jax.tree.map(add, totals, is_late, self.trained_cut)
 
@@ -224,8 +220,17 @@ class BlockSteps:
         y, buffer = stash_as_computed(flat, leaves, stash.own if apart else stash, slot)
         return y, stash.replaced(buffer) if apart else buffer
 
-    def _add_at(self, total: jax.Array, place, new: jax.Array) -> jax.Array:
-        """`total[place] += new`. With `in_place` nothing may stand between a matmul and this addition."""
+    def _add_at(self, total: jax.Array, place, new: jax.Array | Addend, cut: ZeroSharding, keep=None) -> jax.Array:
+        """`total[place] += new`, what of `new` is this replica's; unless `keep` is False (see `backward_step`).
+
+        With `in_place` nothing may stand between a matmul and this addition.
+        """
+        if isinstance(new, Addend):
+            if keep is None and cut.axis is None and not self.unrolled:
+                return new.added_to(total, place)
+            new = new.value()
+        new = cut.scatter(new.astype(total.dtype))
+        new = new if keep is None else jnp.where(keep, new, 0)
         if self.unrolled:
             return total + new
         if not self.in_place:
