@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megajax.estimate.hlo_parser import (
     ADDS,
+    GATED,
     KINDS,
     Line,
     array_bytes,
@@ -95,6 +96,9 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
         if kernel_name(line).startswith(ADDS):
             others = written - written // arrays(line.type)[0][1][0]
             read, written = read - others, written - others
+        if kernel_name(line) == GATED:
+            stack = types[operands(line)[1]]
+            read -= inputs[1] - inputs[1] // arrays(stack)[0][1][0]
         return _products(line.name, read, written, [line], types) or Kernel(line.name, "elementwise", read, written)
     if line.op in ("dynamic-slice", "slice", "gather"):
         read = out

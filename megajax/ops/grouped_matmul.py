@@ -24,8 +24,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.addend import addend
 from megajax.ops.grouped_kernels import pallas_add, pallas_gradient, pallas_product
+from megajax.ops.in_place import addend
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 from megajax.ops.tokamax_kernels import generation, grouped_product, has_product
 from megajax.runtime.compat import tokamax_installed, varying_axes

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.addend import addend
+from megajax.ops.in_place import addend
 
 __all__ = [
     "ALL_ROWS",

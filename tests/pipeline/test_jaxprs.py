@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.addend import addend
+from megajax.ops.in_place import addend
 from megajax.pipeline.jaxprs import Addend, evaluate, fp32_gradients
 
 
