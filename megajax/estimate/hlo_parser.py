@@ -12,8 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 # The kernels of megajax/ops/flash_attention.py, grouped_kernels.py and tokamax_kernels.py, by op name: Pallas's, in Triton
 # or in Mosaic. In the names of tokamax's, its own follow.
-OWN = re.compile(r'/((?:flash_attention|grouped_matmul)_\w+)/(?:[^"]*/)?(?:pallas_call|mpmd_map)"')
+OWN = re.compile(r'/((?:flash_attention|grouped_matmul|gated)_\w+)/(?:[^"]*/)?(?:pallas_call|mpmd_map)"')
 GROUPED = "grouped_matmul"  # their names begin so
+ADDS = f"{GROUPED}_add"  # adds to one of the n parts of its result [n, ...], which has the place of an operand
+GATED = "gated_gradients"  # of megajax/ops/gated_down.py; reads one of the n parts of its second operand
 # Custom calls, attention's included.
 MATMULS = re.compile(rf"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha|{OWN.pattern}")
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -183,7 +185,9 @@ def array_bytes(array: tuple[str, tuple[int, ...]]) -> int:
 
 def is_matmul(line: Line) -> bool:
     """Whether a line is a matmul or fused attention."""
-    return line.op == "dot" or (line.op == "custom-call" and MATMULS.search(line.rest) is not None)
+    if line.op == "custom-call":
+        return MATMULS.search(line.rest) is not None and kernel_name(line) != GATED
+    return line.op == "dot"
 
 
 def kernel_name(line: Line) -> str:

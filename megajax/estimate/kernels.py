@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from megajax.estimate.hlo_parser import (
+    ADDS,
+    GATED,
     KINDS,
     Line,
     array_bytes,
@@ -91,6 +93,12 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
     read, written = sum(inputs), out
     if line.op == "custom-call":  # cuBLAS, cuDNN: operands and results are read and written whole
         written = _results(line)
+        if kernel_name(line).startswith(ADDS):
+            others = written - written // arrays(line.type)[0][1][0]
+            read, written = read - others, written - others
+        if kernel_name(line) == GATED:
+            stack = types[operands(line)[1]]
+            read -= inputs[1] - inputs[1] // arrays(stack)[0][1][0]
         return _products(line.name, read, written, [line], types) or Kernel(line.name, "elementwise", read, written)
     if line.op in ("dynamic-slice", "slice", "gather"):
         read = out

@@ -21,9 +21,11 @@ from megajax.ops.attention import (
 from megajax.ops.attention_choice import FUSED, Choice, choose_attention
 from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
+from megajax.ops.gated_down import gated_down
 from megajax.ops.grouped_matmul import GroupedMatmuls, kernel_for
 from megajax.ops.linear import RESIDUAL, Operations, plain_operations
 from megajax.ops.ring_attention import AxisName, gather_sequence, ring_attention, ring_sum
+from megajax.ops.tokamax_kernels import generation
 from megajax.ops.vocabulary import VocabularySharding, lookup, over_pipe, plain_lookup
 from megajax.sharding.rules import AxisRules, default_rules, only
 
@@ -103,6 +105,7 @@ def model_context(
     device: jax.Device,
     dtype: Any = jnp.float32,
     training: bool = True,
+    gates_in_one_pass: bool = False,
 ) -> ModelContext:
     """The `ModelContext` of a run on its mesh.
 
@@ -113,6 +116,7 @@ def model_context(
       device: one of the mesh's; it may belong to a topology that is only compiled for.
       dtype: of activations and matmuls.
       training: False: no dropout.
+      gates_in_one_pass: see `StepProgram`; on NVIDIA GPUs, from A100s on.
 
     Raises:
       ConfigError: the rules do not shard experts over a mesh that does; or fp8 without its library.
@@ -126,9 +130,13 @@ def model_context(
         vocabulary = VocabularySharding(shares, *over_pipe(rules.sequence_parallel))
     elif not rules.mesh_axes("vocabulary"):
         vocabulary = VocabularySharding(shares, plain_lookup)
+    operations = _operations(run, rules, attention, device)
+    if gates_in_one_pass and generation(device) is not None:
+        gated = lambda up, kernel, activation: gated_down(up, kernel, activation, rules.constrain)  # noqa: E731
+        operations = operations._replace(gated=gated)
     return ModelContext(
         constrain=rules.constrain,
-        operations=_operations(run, rules, attention, device),
+        operations=operations,
         vocabulary=vocabulary,
         dtype=dtype,
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped

@@ -76,6 +76,8 @@ class FeedForward(nnx.Module):
         gates = (None,) if self.config.is_gated else ()
         lead = ("batch", "whole_sequence")
         up = checkpoint_name(self.up(y, self.operations.column, (*lead, *gates, "feedforward"), drop=drop), "up")
+        if self.config.is_gated and self.operations.gated and not hasattr(self.down, "lora"):
+            return self.down(up, self.operations.gated, ACTIVATIONS[self.config.activation])
         active = activate(self.config, up)
         # Its gradient must be split by feedforward too: otherwise XLA may split it by sequence and add an all-to-all.
         active = checkpoint_name(self.constrain(active.astype(y.dtype), *lead, "feedforward"), "activation")

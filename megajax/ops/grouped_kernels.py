@@ -19,7 +19,7 @@ from jax import lax
 
 from megajax.runtime.compat import pallas, pallas_call
 
-__all__ = ["pallas_gradient", "pallas_product"]
+__all__ = ["pallas_add", "pallas_gradient", "pallas_product"]
 
 TOGETHER = 8  # tiles of rows whose programs run beside each other, so that they read a kernel from the L2 cache
 
@@ -149,9 +149,12 @@ def pallas_product(
     return out
 
 
-def _gradient_kernel(tile: _Tile, size: tuple[int, int], *refs):
-    """One tile of a group's kernel, of `size` = (i, o) elements: a loop over the group's rows."""
-    starts_ref, stops_ref, rows_ref, slopes_ref, out_ref = refs
+def _gradient_kernel(tile: _Tile, size: tuple[int, int], starts_ref, stops_ref, rows_ref, slopes_ref, *refs):
+    """One tile of a group's kernel, of `size` = (i, o) elements: a loop over the group's rows.
+
+    With three more references, the place in the sum, the sum and the result in its place, the tile is added there.
+    """
+    *place_and_sum, out_ref = refs
     group, program = pallas().program_id(1), pallas().program_id(0)
     across = -(-size[1] // tile.columns)
     corner = lax.div(program, across) * tile.rows, lax.rem(program, across) * tile.columns
@@ -172,23 +175,44 @@ def _gradient_kernel(tile: _Tile, size: tuple[int, int], *refs):
     total = lax.fori_loop(0, steps, step, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     masks = [jnp.expand_dims(one, 1 - axis) for axis, one in enumerate(here) if one is not None]
     mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), total.shape) if masks else None
-    pallas().store(out_ref.at[(group, *places)], total, mask=mask)
+    if not place_and_sum:
+        pallas().store(out_ref.at[(group, *places)], total, mask=mask)
+        return
+    place_ref, sum_ref = place_and_sum
+    at, some = (place_ref[0], group, *places), jnp.broadcast_to(start < stop, total.shape)
+    mask = some if mask is None else mask & some  # of a group without rows nothing is read or written
+    pallas().store(out_ref.at[at], pallas().load(sum_ref.at[at], mask=mask, other=0.0) + total, mask=mask)
 
 
 def pallas_gradient(rows: jax.Array, slopes: jax.Array, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
     """The kernels' gradient, see `megajax.ops.grouped_matmul.GroupedKernel`."""
+    shape = len(sizes), rows.shape[1], slopes.shape[1]
+    return _call_gradient(rows, slopes, sizes, [], shape, "grouped_matmul_gradient", interpret)
+
+
+def pallas_add(
+    total: jax.Array, place: jax.Array, rows: jax.Array, slopes: jax.Array, sizes: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """Adds the kernels' gradient to total[place] in place, see `megajax.ops.grouped_matmul.GroupedKernel`."""
+    more = [place[None], total]
+    return _call_gradient(rows, slopes, sizes, more, total.shape, "grouped_matmul_add", interpret)
+
+
+def _call_gradient(rows, slopes, sizes, more: list, shape: tuple[int, ...], name: str, interpret: bool) -> jax.Array:
+    """The result of `_gradient_kernel`, fp32 of this shape; in place of the last of the arrays `more`, if there are any."""
     (count, into), out = rows.shape, slopes.shape[1]
     tile = _Tile.of(rows.dtype, into, out, count)
     stops = jnp.cumsum(sizes).astype(jnp.int32)
-    inputs = [stops - sizes, stops, rows, slopes]
+    inputs = [stops - sizes, stops, rows, slopes, *more]
     (result,) = pallas_call(
         functools.partial(_gradient_kernel, tile, (into, out)),
         inputs,
         [_whole(x.shape) for x in inputs],
-        [((len(sizes), into, out), jnp.float32)],
-        [_whole((len(sizes), into, out))],
+        [(shape, jnp.float32)],
+        [_whole(shape)],
         grid=(-(-into // tile.rows) * -(-out // tile.columns), len(sizes)),
-        settings=tile.settings | {"name": "grouped_matmul_gradient", "interpret": interpret},
+        settings=tile.settings | {"name": name, "interpret": interpret},
+        updated=len(inputs) - 1 if more else None,
     )
     return result
 

@@ -24,7 +24,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.grouped_kernels import pallas_gradient, pallas_product
+from megajax.ops.grouped_kernels import pallas_add, pallas_gradient, pallas_product
+from megajax.ops.in_place import addend
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 from megajax.ops.tokamax_kernels import generation, grouped_product, has_product
 from megajax.runtime.compat import tokamax_installed, varying_axes
@@ -53,10 +54,13 @@ class GroupedKernel(NamedTuple):
       product: (rows [R, i], kernels, sizes, transposed) -> [R, o], each row times its group's kernel; of rows of no group 0.
         `transposed`: rows [R, o] times the kernels transposed, [R, i].
       gradient: (rows [R, i], slopes [R, o], sizes) -> fp32 [G, i, o], rows^T slopes of each group's rows; 0 for no rows.
+      add: (total fp32 [n, G, i, o], place int32, rows, slopes, sizes) -> total, with the gradient added to total[place]; in
+        place if nothing else reads `total`. None: there is no such kernel.
     """
 
     product: Callable[..., jax.Array]
     gradient: Callable[..., jax.Array]
+    add: Callable[..., jax.Array] | None = None
 
 
 def _xla_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
@@ -72,9 +76,8 @@ def _xla_gradient(rows: jax.Array, slopes: jax.Array, sizes: jax.Array) -> jax.A
 
 
 XLA = GroupedKernel(_xla_product, _xla_gradient)
-PALLAS = GroupedKernel(pallas_product, pallas_gradient)  # Triton's, on NVIDIA GPUs
-# On any device.
-INTERPRETED = GroupedKernel(partial(pallas_product, interpret=True), partial(pallas_gradient, interpret=True))
+PALLAS = GroupedKernel(pallas_product, pallas_gradient, pallas_add)  # Triton's, on NVIDIA GPUs
+INTERPRETED = GroupedKernel(*(partial(kernel, interpret=True) for kernel in PALLAS))  # on any device
 
 
 def kernel_for(device: jax.Device) -> GroupedKernel:
@@ -151,6 +154,25 @@ class GroupedMatmuls:
         spec = lambda axis: P() if axis is None or not self.split else P(*[None] * axis, TENSOR)  # noqa: E731
         return on_tensor_shards(local, tuple(map(spec, in_axes)), spec(out_axis))(*arrays)
 
+    def gradient(self, in_axes: tuple, axis: int, rows: jax.Array, slopes: jax.Array, sizes: jax.Array) -> jax.Array:
+        """The kernels' gradient, fp32 [G, i, *o], of rows [R, i] and slopes [R, *o]; it can be added in place.
+
+        `in_axes` and `axis` as of `_run`: those of the arrays, and the gradient's, that tensor splits.
+        """
+
+        def local(rows, slopes, sizes):
+            found = self.kernel.gradient(rows, _vectors(slopes), sizes)
+            return found.reshape(*found.shape[:2], *slopes.shape[1:])
+
+        def add(total, place, rows, slopes, sizes):
+            matrices = total.reshape(*total.shape[:3], -1)
+            return self.kernel.add(matrices, place, rows, _vectors(slopes), sizes).reshape(total.shape)
+
+        of_kernels = partial(self._run, local, in_axes, axis)
+        if self.kernel.add is None:
+            return of_kernels(rows, slopes, sizes)
+        return addend(of_kernels, partial(self._run, add, (axis + 1, None, *in_axes), axis + 1), rows, slopes, sizes)
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _column(x, kernels, routing: Routing, how: GroupedMatmuls, count: int):
@@ -174,12 +196,9 @@ def _column_backward(how, count, saved, gradient):
         slopes = how.kernel.product(_vectors(gradient), _matrices(kernels), routing.sizes, transposed=True)
         return combine(slopes, routing.order, routing.places, count)[None]
 
-    def of_kernels(rows, gradient, sizes):
-        return how.kernel.gradient(rows, _vectors(gradient), sizes).reshape(-1, rows.shape[1], *gradient.shape[1:])
-
     last = kernels.ndim - 1
     of_x = _sum_first(how._run(of_items, (last - 1, last, None), 0, gradient, kernels, routing))
-    of_kernels = how._run(of_kernels, (None, last - 1, None), last, rows, gradient, routing.sizes)
+    of_kernels = how.gradient((None, last - 1, None), last, rows, gradient, routing.sizes)
     return of_x, of_kernels.astype(kernels.dtype), None
 
 
@@ -200,7 +219,7 @@ def _row_backward(how, count, saved, gradient):
     slopes = dispatch(gradient, routing.order, routing.places)
     product = partial(how.kernel.product, transposed=True)
     of_rows = how._run(product, (None, 1, None), 1, slopes, kernels, routing.sizes)
-    of_kernels = how._run(how.kernel.gradient, (1, None, None), 1, rows, slopes, routing.sizes)
+    of_kernels = how.gradient((1, None, None), 1, rows, slopes, routing.sizes)
     return of_rows, of_kernels.astype(kernels.dtype), None
 
 

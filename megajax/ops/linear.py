@@ -45,6 +45,8 @@ class Operations(NamedTuple):
     Attributes:
       column: (y [b, split s, h], kernel [h, *o], logical axes of the result) -> y kernel [b, whole s, *o].
       row: (x [b, whole s, *i], kernel [*i, h], number of axes in i) -> x kernel [b, split s, h].
+      gated: (up [b, whole s, 2, f], kernel [f, h], activation) -> (activation(gate) * value) kernel, as `row`, see
+        `megajax.ops.gated_down`. None: the activation, then `row`.
       attend: (query, key, value, document=None, padding=None, causal=True) -> context, with the shapes of
         `megajax.ops.attention.plain_attention`; names the values that it saves. `document` [b, s] has the place in the
         sample of the first token of each token's document, as `megajax.ops.ring_attention.split_batch` writes it. A block
@@ -54,6 +56,7 @@ class Operations(NamedTuple):
     column: Callable[[jax.Array, jax.Array, tuple], jax.Array]
     row: Callable[[jax.Array, jax.Array, int], jax.Array]
     attend: Callable[..., jax.Array] | None = None
+    gated: Callable[..., jax.Array] | None = None
 
 
 def plain_operations(constrain: Constrain = identity, product: Callable[..., jax.Array] | None = None) -> Operations:

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.ops.in_place import addend
+
 __all__ = [
     "ALL_ROWS",
     "IGNORED_LABEL",
@@ -168,19 +170,31 @@ def _forward(table, tokens, sequence_parallel):
 
 
 def _backward(sequence_parallel, residuals, gradient):
-    """Scatter-adds the gradient [b, s, hidden] into each rank's own rows, in fp32: a frequent token is many terms."""
+    """Scatter-adds the gradient [b, s, hidden] into each rank's own rows, in fp32: a frequent token is many terms.
 
-    def local(like, tokens, gradient):
-        index, mine = _own(tokens, len(like))
+    The rows may be those of an accumulator: an array of the table's size is not written and read for each microbatch.
+    """
+
+    def scatter(rows, tokens, gradient, at=()):
+        """Adds to rows [*at, local rows, hidden]."""
+        count = rows.shape[-2]
+        index, mine = _own(tokens, count)
         if sequence_parallel:
             gradient = lax.all_gather(gradient, AXIS, axis=1, tiled=True)
-        rows = jnp.zeros((len(like), gradient.shape[-1]), jnp.float32)
-        index = jnp.where(mine, index, len(like))  # past the end: dropped
-        return rows.at[index].add(gradient.astype(jnp.float32), mode="drop").astype(like.dtype)
+        index = jnp.where(mine, index, count)  # past the end: dropped
+        return rows.at[(*at, index)].add(gradient.astype(jnp.float32), mode="drop")
 
-    specs = dict(in_specs=(P(AXIS), P(), _split(sequence_parallel)), out_specs=P(AXIS))
+    def of_table(like, tokens, gradient):
+        return scatter(jnp.zeros((len(like), gradient.shape[-1]), jnp.float32), tokens, gradient)
+
+    def add(total, place, like, tokens, gradient):
+        return scatter(total, tokens, gradient, (place,))
+
     tokens, like = residuals
-    return jax.shard_map(local, axis_names={AXIS}, **specs)(like, tokens, gradient), None
+    split, run = _split(sequence_parallel), partial(jax.shard_map, axis_names={AXIS})
+    of_table = run(of_table, in_specs=(P(AXIS), P(), split), out_specs=P(AXIS))
+    add = run(add, in_specs=(P(None, AXIS), P(), P(AXIS), P(), split), out_specs=P(None, AXIS))
+    return addend(of_table, add, like, tokens, gradient).astype(like.dtype), None
 
 
 lookup.defvjp(_forward, _backward)

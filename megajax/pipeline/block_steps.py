@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.early_stash import stash_as_computed
-from megajax.pipeline.jaxprs import fp32_gradients
+from megajax.pipeline.jaxprs import Addend, fp32_gradients
 from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.split_backward import Split, split_backward
-from megajax.pipeline.stash import SlotApart, TickStash, empty_stash
+from megajax.pipeline.stash import SlotApart, StashRef, TickStash, empty_stash
 from megajax.pipeline.trained import merge, only_trained, split
 from megajax.pipeline.uneven import StageBlocks
 from megajax.runtime.compat import vjp_residuals
@@ -125,14 +125,10 @@ class BlockSteps:
         def step(slot, place, zero, state):
             dy, buffer, gradients, records = state
             stashed = dataclasses.replace(work, stash=dataclasses.replace(work.stash, buffer=buffer))
-            saved = self._saved(slot, place, stashed, template, zero)
-            dw, dx = self._backward(template.backward, *saved, dy)
+            saved, stacks = self._saved(slot, place, stashed, template, zero)
+            dw, dx = self._backward(template.backward, *saved, dy, stacks=stacks)
             dx = self.blocks.select(work.stage, slot, dx, dy)
-
-            def add(total, new, cut):
-                new = cut.scatter(new.astype(total.dtype))
-                return self._add_at(total, place, new if keep is None else jnp.where(keep, new, 0))
-
+            add = lambda total, new, cut: self._add_at(total, place, new, cut, keep)  # noqa: E731
             records = work.record(records, place, output_gradient=dy, input_gradient=dx)
             if not self.unrolled:
                 return dx, jax.tree.map(add, gradients, dw, self.trained_cut), records
@@ -147,7 +143,7 @@ class BlockSteps:
 
         def step(slot, place, zero, state):
             dy, gradients, buffer, records = state
-            residuals, weights, x = self._saved(slot, place, work, template, zero)
+            (residuals, weights, x), _ = self._saved(slot, place, work, template, zero)
             split = self._split(template, residuals, weights, x)
             dx, early, new = split.input(residuals, weights, x, dy)
             buffer = dataclasses.replace(work.kept, buffer=buffer).write(slot, new)
@@ -162,7 +158,7 @@ class BlockSteps:
         template = self._template(x, work.microbatch)
 
         def step(slot, place, zero, state):
-            residuals, weights, x = self._saved(slot, place, work, template, zero)
+            (residuals, weights, x), _ = self._saved(slot, place, work, template, zero)
             split = self._split(template, residuals, weights, x)
             kept = work.kept.read(slot, zero)
             late, _ = self._backward(lambda *saved: (split.weight(*saved), ()), residuals, weights, x, kept)
@@ -170,19 +166,25 @@ class BlockSteps:
 
         return step
 
-    def _backward(self, backward: Callable, *arguments: Tree) -> tuple[Tree, Tree]:
-        """`backward(*arguments) -> (gradients, others)`; with `in_place`, gradients that are matmuls are in fp32."""
-        return fp32_gradients(backward, *arguments) if self.in_place else backward(*arguments)
+    def _backward(self, backward: Callable, *arguments: Tree, stacks=()) -> tuple[Tree, Tree]:
+        """`backward(*arguments) -> (gradients, others)`; with `in_place`, see `fp32_gradients`."""
+        return fp32_gradients(backward, *arguments, stacks=stacks) if self.in_place else backward(*arguments)
 
     def _split(self, template: VJPTemplate, residuals: Tree, weights: Tree, x: Tree) -> Split:
         """The block's backward as I and W. A gradient has the type of its primal, so `x` is the example of dy too."""
         return split_backward(template.backward, residuals, weights, x, x)
 
-    def _saved(self, slot, place, work: ChunkWork, template: VJPTemplate, zero) -> tuple[Tree, Tree, Tree]:
-        """The arguments of a block's backward: residuals, weights that are trained, and the block's input."""
-        saved, x = work.stash.read(slot, zero)
+    def _saved(self, slot, place, work: ChunkWork, template: VJPTemplate, zero) -> tuple[tuple[Tree, Tree, Tree], list]:
+        """The arguments of a block's backward, and where those from the stash are in it (`fp32_gradients`).
+
+        The arguments are residuals, weights that are trained, and the block's input.
+        """
+        saved, x = values = work.stash.read(slot, zero)
+        on_host = isinstance(work.stash, StashRef) and work.stash.on_host
+        stacks = [] if on_host or not self.in_place else work.stash.stacks(slot, zero)
         weights, frozen = self._weights(place)
-        return template.residuals(saved, (work.microbatch, frozen)), weights, x
+        arguments = template.residuals(saved, (work.microbatch, frozen)), weights, x
+        return arguments, list(zip(jax.tree.leaves(values), stacks, strict=False))
 
     def _weights(self, index) -> tuple[Tree, Tree]:
         """The weights of one block, trained and frozen, all-gathered over `data` where they are sharded over it."""
@@ -194,7 +196,7 @@ class BlockSteps:
         values = iter(new)
 
         def add(total, flag, cut):
-            return self._add_at(total, place, cut.scatter(next(values).astype(total.dtype))) if flag == late else total
+            return self._add_at(total, place, next(values), cut) if flag == late else total
 
         return jax.tree.map(add, totals, is_late, self.trained_cut)
 
@@ -224,8 +226,17 @@ class BlockSteps:
         y, buffer = stash_as_computed(flat, leaves, stash.own if apart else stash, slot)
         return y, stash.replaced(buffer) if apart else buffer
 
-    def _add_at(self, total: jax.Array, place, new: jax.Array) -> jax.Array:
-        """`total[place] += new`. With `in_place` nothing may stand between a matmul and this addition."""
+    def _add_at(self, total: jax.Array, place, new: jax.Array | Addend, cut: ZeroSharding, keep=None) -> jax.Array:
+        """`total[place] += new`, what of `new` is this replica's; unless `keep` is False (see `backward_step`).
+
+        With `in_place` nothing may stand between a matmul and this addition.
+        """
+        if isinstance(new, Addend):
+            if keep is None and cut.axis is None and not self.unrolled:
+                return new.added_to(total, place)
+            new = new.value()
+        new = cut.scatter(new.astype(total.dtype))
+        new = new if keep is None else jnp.where(keep, new, 0)
         if self.unrolled:
             return total + new
         if not self.in_place:

@@ -15,16 +15,13 @@ from typing import Any
 import jax
 from jax import lax
 
-from megajax.pipeline.jaxprs import VIEWS, bind, inlined_jaxpr, read
+from megajax.pipeline.jaxprs import SAME, VIEWS, bind, inlined_jaxpr, read
 from megajax.pipeline.stash import StashRef
 from megajax.runtime.compat import Literal
 
 __all__ = ["stash_as_computed"]
 
 Tree = Any
-
-# What leaves a value as it is: `jax.checkpoint` rounds what it saves to the type that it has.
-SAME = ("name", "sharding_constraint", "reduce_precision")
 
 
 def stash_as_computed(function: Callable, arguments: Sequence[jax.Array], stash: StashRef, block) -> tuple[Tree, Tree]:

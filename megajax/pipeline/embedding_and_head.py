@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.pipeline.jaxprs import fp32_gradients
+from megajax.pipeline.jaxprs import Addend, fp32_gradients
 from megajax.pipeline.layout import vary
 from megajax.pipeline.loops import choose, prevent_hoisting, run_one_of, which
 from megajax.pipeline.options import ExecutorOptions
@@ -45,8 +45,8 @@ class EmbeddingAndHead:
       microbatch: index -> that microbatch, leaves [samples, ...].
       cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients; None without backwards.
       collect: see `executor.forward_function`; None with backwards.
-      constrain, has_aux, in_place: see `ExecutorOptions`; with `in_place` the head's matmul adds its weights' gradient
-        where it is.
+      constrain, has_aux, in_place: see `ExecutorOptions`; with `in_place` the head's matmul and the embedding's scatter
+        add the gradients of their weights where these are.
       trained: mask of the weights in `shared` that have gradients; None: all.
     """
 
@@ -132,8 +132,14 @@ class EmbeddingAndHead:
         inputs = choose(first, dx, 0), self.microbatch(row.embed_backward.microbatch)
         cotangent, microbatch = prevent_hoisting(zero, inputs)
         trained, frozen = split(self.shared, self.trained)
-        _, vjp = jax.vjp(lambda trained: self.functions.embed(merge(trained, frozen), microbatch), trained)
-        return state._replace(shared_gradients=_accumulate(state.shared_gradients, vjp(cotangent)[0]))
+
+        def backward(trained, frozen, microbatch, cotangent):
+            embed = lambda trained: self.functions.embed(merge(trained, frozen), microbatch)  # noqa: E731
+            return jax.vjp(embed, trained)[1](cotangent)[0], ()
+
+        arguments = trained, frozen, microbatch, cotangent
+        shared, _ = fp32_gradients(backward, *arguments) if self.in_place else backward(*arguments)
+        return state._replace(shared_gradients=_accumulate(state.shared_gradients, shared))
 
 
 def run_together(
@@ -174,4 +180,7 @@ def _placed(whole: Tree, new: Tree, index: jax.Array, last: jax.Array) -> Tree:
 
 
 def _accumulate(total: Tree, new: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, new)
+    def add(total: jax.Array, new: jax.Array | Addend) -> jax.Array:
+        return new.added_to(total[None], 0)[0] if isinstance(new, Addend) else total + new.astype(total.dtype)
+
+    return jax.tree.map(add, total, new)

@@ -3,23 +3,48 @@
 With all calls inlined (jax.checkpoint and jit included) the backward of any block is a flat list of equations.
 """
 
+import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.runtime.compat import Literal, varying_axes
+from megajax.ops.in_place import ADDEND, OF_PART, addend, of_part
+from megajax.runtime.compat import Literal, jaxpr_as_fun, varying_axes
 
 CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 OPTIMIZED = "optimization_barrier"
-KERNELS = ("shard_map", "pallas_call")  # compute a gradient in fp32 if their result is
+KERNELS = ("shard_map", "pallas_call", ADDEND.name)  # compute a gradient in fp32 if their result is
 # Primitives whose operands may vary over other axes than one another.
 APART = ("psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", OPTIMIZED)
+# What leaves a value as it is: `jax.checkpoint` rounds what it saves to the type that it has.
+SAME = ("name", "sharding_constraint", "reduce_precision")
 # What may stand between a weight gradient's matmul and the gradient: only the order of its elements changes, or its type.
 VIEWS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "pvary")
+
+
+@dataclasses.dataclass(frozen=True)
+class Addend:
+    """A gradient that is not computed yet, of an equation that `megajax.ops.in_place` made. Its methods run the equation.
+
+    Attributes:
+      eqn: the equation.
+      operands: its arrays.
+    """
+
+    eqn: Any
+    operands: tuple[jax.Array, ...]
+
+    def added_to(self, total: jax.Array, place) -> jax.Array:
+        """fp32 [n, ...], with the gradient added to total[place] where it is."""
+        return self.eqn.params["add"](total, jnp.asarray(place, jnp.int32), *self.operands)
+
+    def value(self) -> jax.Array:
+        """The gradient, fp32."""
+        return jaxpr_as_fun(self.eqn.params["jaxpr"])(*self.operands)[0]
 
 
 def inlined_jaxpr(function: Callable, *arguments: jax.Array):
@@ -32,11 +57,17 @@ def inlined_jaxpr(function: Callable, *arguments: jax.Array):
     return jax.make_jaxpr(inlined)(*arguments)
 
 
-def with_fp32_gradients(function: Callable, count: int, *arguments: jax.Array) -> list[jax.Array]:
+def with_fp32_gradients(
+    function: Callable, count: int, *arguments: jax.Array, stacks: Sequence = ()
+) -> list[jax.Array | Addend]:
     """Evaluates a function of arrays, with those of its first `count` results that are matmuls computed in fp32.
 
     A matmul accumulates in fp32 in any case; here its result is not rounded to the type of its operands, nor is that of a
-    kernel whose result is fp32. A sum of several matmuls, or a result of another operation, keeps its type.
+    kernel whose result is fp32. A sum of several matmuls, or a result of another operation, keeps its type. Of a kernel
+    that can add to an accumulator, the result is the `Addend`.
+
+    A kernel that can read an argument where it is does so: `stacks` has (argument, (stack, place)) of those that are a
+    part of a stack.
     """
     jaxpr = (closed := inlined_jaxpr(function, *arguments)).jaxpr
     makers = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
@@ -46,25 +77,37 @@ def with_fp32_gradients(function: Callable, count: int, *arguments: jax.Array) -
     for var in jaxpr.outvars[:count]:
         chains |= _chain_to_matmul(jaxpr, makers, uses, var)
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    places = {id(part): place for part, place in stacks}
+    parts = {var: places[id(x)] for var, x in zip(jaxpr.invars, arguments, strict=True) if id(x) in places}
     for index, eqn in enumerate(jaxpr.eqns):
-        if index not in chains:
+        first = eqn.invars[0] if eqn.invars and not isinstance(eqn.invars[0], Literal) else None
+        if eqn.primitive is OF_PART and first in parts:
+            operands = [read(values, var) for var in eqn.invars[1:]]
+            values |= dict(zip(eqn.outvars, eqn.params["of_stack"](*parts[first], *operands), strict=True))
+        elif index not in chains:
             bind(eqn, values)
+            if eqn.primitive.name in SAME and first in parts:
+                parts[eqn.outvars[0]] = parts[first]
         elif eqn.primitive.name == "dot_general":
             bind(eqn, values, preferred_element_type=jnp.dtype(jnp.float32))
+        elif eqn.primitive is ADDEND:
+            values[eqn.outvars[0]] = Addend(eqn, tuple(read(values, var) for var in eqn.invars))
         elif eqn.primitive.name == "convert_element_type":
             values[eqn.outvars[0]] = read(values, eqn.invars[0])
         else:
+            if isinstance(viewed := read(values, eqn.invars[0]), Addend):
+                values[eqn.invars[0]] = viewed.value()
             bind(eqn, values)
     return [read(values, var) for var in jaxpr.outvars]
 
 
-def fp32_gradients(backward: Callable, *arguments: Any) -> tuple[Any, Any]:
+def fp32_gradients(backward: Callable, *arguments: Any, stacks: Sequence = ()) -> tuple[Any, Any]:
     """`backward(*arguments) -> (gradients, others)`, pytrees, with `with_fp32_gradients` of the gradients."""
     leaves, structure = jax.tree.flatten(arguments)
     gradients, others = jax.eval_shape(backward, *arguments)
     count, results = len(jax.tree.leaves(gradients)), jax.tree.structure((gradients, others))
     flat = lambda *leaves: jax.tree.leaves(backward(*jax.tree.unflatten(structure, leaves)))  # noqa: E731
-    return jax.tree.unflatten(results, with_fp32_gradients(flat, count, *leaves))
+    return jax.tree.unflatten(results, with_fp32_gradients(flat, count, *leaves, stacks=stacks))
 
 
 def _chain_to_matmul(jaxpr, makers: dict, uses: Counter, var) -> set[int]:
@@ -128,6 +171,14 @@ def _has_jaxpr(params: dict) -> bool:
 
 def bind(eqn, values: dict, **changed: Any) -> None:
     """Evaluates an equation, with some of its parameters changed; adds its outputs to `values`."""
+    if eqn.primitive is ADDEND:  # traced again, as the operands may vary over more axes now
+        gradient = lambda *operands: jaxpr_as_fun(eqn.params["jaxpr"])(*operands)[0]  # noqa: E731
+        values[eqn.outvars[0]] = addend(gradient, eqn.params["add"], *(read(values, var) for var in eqn.invars))
+        return
+    if eqn.primitive is OF_PART:
+        results = of_part(eqn.params["of_stack"], *(read(values, var) for var in eqn.invars))
+        values |= dict(zip(eqn.outvars, results, strict=True))
+        return
     params = eqn.primitive.get_bind_params(eqn.params | changed)
     if eqn.primitive.name == "pvary":  # in an inlined body the argument may vary over these axes already
         value = read(values, eqn.invars[0])

@@ -174,6 +174,16 @@ class StepProgram:
             and _one_stage_stashes_nothing(self.spec, self.run.microbatches)
         )
 
+    @property
+    def gates_in_one_pass(self) -> bool:
+        """Whether the backward of a gated MLP reads gate and gated value once, for their gradients and the activation.
+
+        If it computes the activation again, in a loop where XLA cannot take the forward's, and nothing later needs it.
+        """
+        parallel, matmuls = self.run.parallel, self.run.train.matmul_dtype
+        again = parallel.recompute != "none" and parallel.recompute_blocks == 1
+        return self.in_place and again and matmuls is None and not (self.splits or self.unrolls)
+
     # Collectives.
 
     @functools.cached_property

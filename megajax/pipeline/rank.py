@@ -143,7 +143,9 @@ class Rank:
             carry, _ = lax.scan(step, carry, ticks)
         if self.options.in_place:
             gradients = self.blocks.stack.stacked_gradients(carry.block_gradients)
-            carry = carry._replace(block_gradients=in_row_major(gradients))
+            carry = carry._replace(
+                block_gradients=in_row_major(gradients), shared_gradients=in_row_major(carry.shared_gradients)
+            )
         # What is summed or gathered next: not during the last tick's loops.
         results = carry.block_gradients, carry.shared_gradients, carry.output, carry.records
         blocks, shared, output, records = self.wait_for([carry.iterations], results)

@@ -24,13 +24,23 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from megajax.ops.in_place import ADDEND, OF_PART
 from megajax.pipeline.jaxprs import bind, inlined_jaxpr, read
 from megajax.runtime.compat import Literal
 
 Tree = Any
 BARRIER = "optimization_barrier"
 PASSED_THROUGH = ("sharding_constraint", BARRIER)
-MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "custom_call", "pallas_call", "shard_map")
+MATMULS = (
+    "dot_general",
+    "conv_general_dilated",
+    "ragged_dot_general",
+    "custom_call",
+    "pallas_call",
+    "shard_map",
+    ADDEND.name,
+    OF_PART.name,
+)
 
 
 class Split(NamedTuple):

@@ -54,6 +54,10 @@ class TickStash:
         """The values of one block."""
         return self.buffer[block]
 
+    def stacks(self, block: int, zero=0) -> list:
+        """None of the values is in a stack."""
+        return []
+
 
 @dataclasses.dataclass(frozen=True)
 class StashRef:
@@ -86,6 +90,11 @@ class StashRef:
     def read(self, block, zero=0) -> Tree:
         """One block's values [...], in device memory; `zero` as in `loops.counted_loop`."""
         return jax.tree.map(lambda whole: self.read_array(whole, block, zero), self.buffer)
+
+    def stacks(self, block, zero=0) -> list[tuple[jax.Array, jax.Array]]:
+        """For each array of `read`, the stack [slots * blocks, ...] and the place in it that it is read from."""
+        wholes = jax.tree.leaves(self.buffer)
+        return [(a.reshape(-1, *a.shape[2:]), (self.slot + zero) * a.shape[1] + block) for a in wholes]
 
     def read_array(self, whole: jax.Array, block, zero=0) -> jax.Array:
         """As `read`, for one array of the buffer."""
@@ -122,3 +131,7 @@ class SlotApart:
     def read(self, block, zero=0) -> Tree:
         """One block's values [...]; `zero` as in `loops.counted_loop`."""
         return self.own.read(block, zero)
+
+    def stacks(self, block, zero=0) -> list[tuple[jax.Array, jax.Array]]:
+        """As of StashRef."""
+        return self.own.stacks(block, zero)

@@ -22,7 +22,8 @@ from jax._src import compiler, distributed, xla_bridge
 from jax._src.lib import hlo
 from jax.experimental import multihost_utils, topologies
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 
 __all__ = [
     "COORDINATION_SERVICE",
@@ -30,6 +31,7 @@ __all__ = [
     "PLUGIN_LOGGER",
     "PROFILE_OPTION",
     "Literal",
+    "Primitive",
     "broken_host_offload",
     "call_after_compilation",
     "compile_with_profile",
@@ -41,6 +43,8 @@ __all__ = [
     "devices_started",
     "initialize_distributed",
     "jaxlib_version",
+    "jaxpr_as_fun",
+    "lower_by",
     "manual_axes",
     "multihost_utils",
     "pallas",
@@ -101,6 +105,11 @@ def rebuild_vjp(template: Any, residuals: Tree, arguments: tuple) -> Any:
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """The manual mesh axes over which x may differ, inside a `jax.shard_map`."""
     return jax.typeof(x).mat.varying
+
+
+def lower_by(primitive: Primitive, function: Callable) -> None:
+    """Compiles a primitive of one result as `function(*operands, **params)`."""
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -265,6 +274,7 @@ def pallas_call(
     *,
     grid: tuple[int, ...],
     settings: dict[str, Any],
+    updated: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs a Pallas-Triton kernel; inside `jax.shard_map` with check_vma=False.
 
@@ -277,6 +287,7 @@ def pallas_call(
       grid: numbers of programs.
       settings: name, warps, stages (of a loop, whose loads run ahead), and interpret: whether to run in Pallas's
         interpreter, which any device has.
+      updated: which input the first result is in place of, so that what the kernel does not write stays.
     """
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
@@ -291,6 +302,7 @@ def pallas_call(
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results],
         out_specs=out_specs,
         compiler_params=triton.CompilerParams(num_warps=settings["warps"], num_stages=settings["stages"]),
+        input_output_aliases={} if updated is None else {updated: 0},
         interpret=settings["interpret"],
         name=settings["name"],
     )(*inputs)

@@ -332,7 +332,8 @@ class Training:
 
     def _model(self, training: bool) -> PipelineModel:
         device, dtype = self.mesh.devices.flat[0], compute_dtype(self.run.train.precision)
-        context = model_context(self.run, self.rules, self.program.attention, device, dtype, training)
+        one_pass = training and self.program.gates_in_one_pass
+        context = model_context(self.run, self.rules, self.program.attention, device, dtype, training, one_pass)
         return self.model_class(self.run.model, context)
 
     def evaluation(self) -> tuple[PipelineModel, ExecutorFunctions]:

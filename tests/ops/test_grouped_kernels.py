@@ -71,6 +71,18 @@ def test_sizes_that_are_multiples_of_the_tiles():
     check(INTERPRETED, inputs(128, 64, 128, 2), (64, 64))
 
 
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_added_in_place(sizes):
+    """To one of three sums; the others stay as they are, as do those of groups without rows."""
+    rows, _, slopes = inputs()
+    total = np.random.default_rng(1).normal(size=(3, 4, INTO, OUT)).astype(np.float32)
+    got = jax.jit(INTERPRETED.add)(total, jnp.int32(1), rows, slopes, np.array(sizes, np.int32))
+    gradient = INTERPRETED.gradient(rows, slopes, np.array(sizes, np.int32))
+    np.testing.assert_allclose(got, np.stack([total[0], total[1] + gradient, total[2]]), rtol=1e-6, atol=1e-6)
+    unchanged = [0, *[1] * (not any(sizes)), 2]
+    np.testing.assert_array_equal(np.asarray(got)[unchanged], total[unchanged])
+
+
 def test_bf16_sums_in_fp32():
     """Tiles are larger; results are rounded once, and the kernels' gradient not at all."""
     arrays, sizes = inputs(300, 80, 40, 2, jnp.bfloat16), (130, 160)
@@ -102,9 +114,9 @@ BLOCKS = MICROBATCHES * SPARSE.layers
 def test_compiled_for_h100s_the_flops_are_those_of_the_rows(layout):
     """Each product is a kernel: two in a forward, and two of each kind in a backward. No array has a row's every expert."""
     text, _ = gpu.compile_step(SPARSE, MICROBATCHES, attention="xla", **layout)
-    module = hlo.read(text)
+    module = hlo.read(text, hlo.loop_trip_counts(gpu.run_of(SPARSE, MICROBATCHES, attention="xla", **layout)))
     assert module.kernels["grouped_matmul_product"] == 4 * BLOCKS
-    assert module.kernels["grouped_matmul_gradient"] == 2 * BLOCKS
+    assert module.kernels["grouped_matmul_add"] == 2 * BLOCKS
     degree = layout.get("expert", 1)
     rows = 2 * SPARSE.sequence_length * degree  # the choices of a group's tokens that may be here: min(2, 8 / degree)
     matrices = 3 * SPARSE.hidden * SPARSE.feedforward // 2

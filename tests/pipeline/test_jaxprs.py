@@ -6,7 +6,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.pipeline.jaxprs import evaluate
+from megajax.ops.in_place import addend
+from megajax.pipeline.jaxprs import Addend, evaluate, fp32_gradients
 
 
 def test_operands_that_were_traced_as_equal_on_all_devices_may_vary():
@@ -25,3 +26,30 @@ def test_operands_that_were_traced_as_equal_on_all_devices_may_vary():
     x, index = jnp.arange(8.0), jnp.array([0, 1, -1, 1, 0, -4], jnp.int32)
     # Each half of x [4], at twice its indices.
     np.testing.assert_array_equal(run(x, index), [0, 2, 3, 6, 4, 4])
+
+
+def test_a_gradient_that_can_be_added_is_not_computed_before():
+    """But one that something else reads, or that is no view of it by its type alone, is."""
+    rounded = lambda x: addend(jnp.square, lambda total, place, x: total.at[place].add(x * x), x)  # noqa: E731
+
+    def backward(x):
+        one, two = rounded(x).astype(jnp.bfloat16), rounded(x)
+        return (one, two, rounded(x).reshape(3, 1)), two.sum()
+
+    x = jnp.array([1.0, 1.01, 3.0])
+    for run in (fp32_gradients, jax.jit(lambda f, x: _values(fp32_gradients(f, x)), static_argnums=0)):
+        (one, two, three), total = run(backward, x)
+        one = one.value() if isinstance(one, Addend) else one
+        for value in (one, two, three[:, 0]):
+            assert value.dtype == jnp.float32
+            np.testing.assert_allclose(value, x * x, rtol=1e-6)
+        np.testing.assert_allclose(total, (x * x).sum(), rtol=1e-6)
+    (one, two, three), _ = fp32_gradients(backward, x)
+    assert isinstance(one, Addend) and not isinstance(two, Addend) and not isinstance(three, Addend)
+    np.testing.assert_allclose(one.added_to(jnp.ones((2, 3)), 1), [[1, 1, 1], 1 + x * x], rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(backward)(x)[0][1], x * x, rtol=1e-6)
+
+
+def _values(tree):
+    """With the gradients of all addends."""
+    return jax.tree.map(lambda one: one.value() if isinstance(one, Addend) else one, tree)

@@ -6,6 +6,9 @@ import itertools
 import numpy as np
 import pytest
 
+from megajax.models import context
+from megajax.ops.grouped_matmul import INTERPRETED
+from megajax.train import step as step_module
 from tests import dense_experts, small
 from tests.dense_experts import DROPPING, PLAIN, UNEVEN
 from tests.train.test_equivalence import slow
@@ -155,6 +158,30 @@ def test_dropped_choices(case):
 @pytest.mark.parametrize("case", slow([LONG[0], *LONG[2:6], EXPERT_LONG[0][1], DROPPING_LONG[3]]), ids=str)
 def test_bubbles_may_compute_nan(case):
     check(UNEVEN, case, poison_bubbles=True)
+
+
+IN_PLACE = [  # whether weight gradients are added where they are: not those that ZeRO-3 scatters first
+    (((2, 1, 2), "interleaved_1f1b", 1, 4, {"expert": 2, "zero": 1}), True),
+    (((1, 2, 2), "zb_h1", 1, 4, {"recompute": "full"}), True),
+    (((2, 2, 1), "1f1b", 1, 4, {"expert": 2}), True),
+    (((2, 1, 2), "1f1b", 1, 4, {"zero": 3}), False),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "added"), IN_PLACE, ids=str)
+def test_gradients_are_added_in_place_by_their_kernel(case, added, monkeypatch):
+    """The program for GPUs with jax 0.12, its kernels interpreted."""
+    calls = []
+
+    def add(*arguments):
+        calls.append(arguments)
+        return INTERPRETED.add(*arguments)
+
+    monkeypatch.setattr(step_module, "updates_in_place", lambda device: True)
+    monkeypatch.setattr(context, "kernel_for", lambda device: INTERPRETED._replace(add=add))
+    check(UNEVEN, case)
+    assert bool(calls) == added
 
 
 CURVES = [
