@@ -71,6 +71,7 @@ def text_and_value(field: dataclasses.Field):
         float: ("0.25", 0.25),
         float | None: ("0.25", 0.25),
         str: ("4", "4"),
+        str | None: ("4", "4"),
         tuple[int, ...]: ("8,4,100", (8, 4, 100)),
         tuple[str, ...]: ("tensor,pipe,data", ("tensor", "pipe", "data")),
     }[field.type]
