@@ -16,7 +16,7 @@ KINDS = [spec.name for spec in specs() if spec.trains and spec.drains and spec.n
 
 
 def made(name, stages=4, microbatches=8):
-    chunks = {"two": 2, "any": 2, "one": 1}[next(spec.chunks for spec in specs() if spec.name == name)]
+    chunks = {"two": 2, "even": 2, "any": 2, "one": 1}[next(spec.chunks for spec in specs() if spec.name == name)]
     return make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
 
 

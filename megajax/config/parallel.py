@@ -1,13 +1,15 @@
 """The layout: how the model and its batch are split over devices, and which schedule runs the pipeline."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
 from megajax.config.fields import check_fields, setting
 from megajax.config.schedule_rules import check_schedule
-from megajax.schedules.registry import names
-from megajax.schedules.stages import StageLayers
+from megajax.config.stage_layout import check_pipeline_layout, layers_of_stages
+from megajax.schedules.registry import names, placement_of
+from megajax.schedules.stages import Placement, StageLayers, loop
 
 MESH_AXES = ("data", "pipe", "tensor")
 # In one process. XLA starts threads for each of them, and a program is compiled for all.
@@ -37,7 +39,9 @@ class ParallelConfig:
         ("auto", "gather", "all_to_all"),
     )
     chunks: int = setting(
-        1, "model chunks per pipeline rank: 2 for zb_v and dualpipe_v, any number for interleaved schedules, else 1"
+        1,
+        "model chunks per pipeline rank: 2 for zb_v and dualpipe_v, even for hanayo, any number for interleaved schedules, "
+        "else 1",
     )
     schedule: str = setting(
         "interleaved_1f1b",
@@ -50,6 +54,13 @@ class ParallelConfig:
     )
     live_chunks: int | None = setting(
         None, "auto: chunk activations that a rank may hold at once", shown_default="any number"
+    )
+    pipeline_layout: str | None = setting(
+        None,
+        "the layers of each stage in the order of the model, as in Megatron-LM: stages between |, E the embedding, t a "
+        "layer, t*8 and (tt|)*4 repeated, L the loss; or numbers such as 0,8,8,0",
+        metavar="E|t*8|t*8|L",
+        shown_default="equal stages; if they do not divide the layers, fewer on the last and the first",
     )
     microbatch_size: int = setting(1, "samples in one forward pass of a replica")
     sequence_parallel: bool = setting(True, "split norms, dropout and residuals by sequence over tensor (2205.05198)")
@@ -141,8 +152,16 @@ class ParallelConfig:
         tensor = self.tensor_overlap == "ring" and self.tensor > 1
         return (*(["context"] if self.context > 1 else []), *(["tensor_overlap"] if tensor else []))
 
-    def stage_layers(self, layers: int, placement: str = "loop", kinds: tuple[str, ...] | None = None) -> StageLayers:
-        """The layers of each stage, of a model with this many; `placement` as `Schedule.placement`, `kinds` of layers."""
+    def stage_layers(
+        self, layers: int, placement: Placement | None = None, kinds: tuple[str, ...] | None = None
+    ) -> StageLayers:
+        """The layers of each stage, of a model with this many.
+
+        `placement`: that of the schedule's table, of a schedule that only has it there. `kinds`: of the layers.
+        """
+        placement = placement or placement_of(self.schedule, self.pipe, self.chunks)
+        if own := layers_of_stages(self.pipeline_layout):
+            placement = dataclasses.replace(placement or loop(self.pipe, self.chunks), layers=own)
         return StageLayers(layers, self.pipe, self.chunks, placement, self.recompute_blocks, kinds)
 
     def validate(self) -> None:
@@ -158,6 +177,7 @@ class ParallelConfig:
                 f"outermost first: pass --axis-order {','.join(MESH_AXES)}."
             )
         check_schedule(self)
+        check_pipeline_layout(self)
         if (replicas := self.replicas) % self.expert:
             given = f"data * context = {self.data} * {self.context}" if self.context > 1 else "data"
             data = multiples(self.expert // math.gcd(self.expert, self.context), self.data)

@@ -12,7 +12,9 @@ from megajax.config.errors import ConfigError, divisors, either, multiples, one_
 from megajax.config.fields import setting
 from megajax.config.parallel import MOST_CPU_DEVICES, ParallelConfig
 from megajax.config.schedule_rules import check_microbatches
+from megajax.config.stage_layout import layers_of_stages
 from megajax.config.train import TrainConfig
+from megajax.schedules.registry import placement_of
 
 PARTS = ("model", "parallel", "train", "data")  # fields of RunConfig, and sections of a saved configuration
 
@@ -108,6 +110,18 @@ class RunConfig:
 def _check_layers(run: RunConfig) -> None:
     """Groups of layers that are recomputed together are whole, and each stage has one of them or more."""
     layers, parallel, group = run.model.layers, run.parallel, run.parallel.recompute_blocks
+    placed = placement_of(parallel.schedule, parallel.pipe, parallel.chunks)
+    of_file, own = placed and placed.layers, layers_of_stages(parallel.pipeline_layout)
+    if own and of_file:
+        raise ConfigError(f"pipeline_layout is given, but {parallel.schedule} has layers of its own: omit one of them.")
+    if counts := own or of_file:
+        source = f"pipeline_layout = {parallel.pipeline_layout}" if own else parallel.schedule
+        if sum(counts) != layers:
+            raise ConfigError(
+                f"{source} has {sum(counts)} layers in its stages, but layers = {layers}: pass --layers {sum(counts)}, or "
+                "another layout."
+            )
+        return
     stages = parallel.pipe * parallel.chunks
     groups = [size for size in divisors(layers) if layers // size >= stages]
     fewer = one_of("recompute_blocks", groups, group) if group > 1 else ""

@@ -27,7 +27,7 @@ def check_name(name: Any) -> None:
 def default_chunks(schedule: str, stages: int, layers: int) -> int:
     """The chunks on each rank where none are given: two if it must be two, or can be and leaves no stage without a layer."""
     legal = chunk_rule(schedule) if schedule in names() and stages > 1 else "one"
-    return 2 if legal == "two" or (legal == "any" and layers % (2 * stages) == 0) else 1
+    return 2 if legal in ("two", "even") or (legal == "any" and layers % (2 * stages) == 0) else 1
 
 
 def check_schedule(parallel: Any) -> None:

@@ -89,6 +89,15 @@ class TrainConfig:
     label_smoothing: float = setting(
         0.0, "share of a label's probability that all tokens of the vocabulary share (1512.00567)", low=0, below=1
     )
+    distill_weight: float = setting(
+        0.0,
+        "share of a teacher in the loss: its divergence from the teacher_logits of the tokens teacher_ids in the batches",
+        low=0,
+    )
+    distill_temperature: float = setting(
+        1.0, "of --distill-weight, by which teacher's and model's logits are divided (1503.02531)"
+    )
+    distill_top: int = setting(64, "of --distill-weight, tokens of each position that the batches have logits of")
     # jax's keys take 32 bits and would silently drop the rest.
     seed: int = setting(1234, "seed of the weights, the dropout masks and the order of the samples", low=0, below=2**32)
     init_from: str | None = setting(
@@ -182,6 +191,8 @@ class TrainConfig:
         _ = self.rate_multipliers
         if self.ema_validation and self.ema_decay is None:
             raise ConfigError("ema_validation is on, but there are no averaged weights: pass --ema-decay 0.999.")
+        if self.distill_weight > 1:
+            raise ConfigError(f"distill_weight = {self.distill_weight} is a share: pass --distill-weight 1, or less.")
         if self.matmul_dtype == "bf16" != self.precision:
             raise ConfigError(
                 f"matmul_dtype = bf16 does not work with precision = {self.precision}: omit --matmul-dtype."

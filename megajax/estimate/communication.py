@@ -194,7 +194,7 @@ def _pipe(program: StepProgram) -> list[Sent]:
     run, parallel, p = program.run, program.run.parallel, program.run.parallel.pipe
     part = _activation(run) // parallel.sequence_shares
     work, idle = program.sends
-    placed = "" if program.placement == "loop" else ", but those of a rank to itself"
+    placed = "" if not program.placement.turns else ", but those of a rank to itself"
     lines = [
         Sent("pipe", PERMUTE, "activations and gradients", TICKS, f"2 v bsh/t per microbatch{placed}", work, part),
         Sent("pipe", PERMUTE, "sends of ticks without work", TICKS, "bsh/t per send", idle, part, in_papers=False),

@@ -32,7 +32,7 @@ def layers_of_kinds(run: RunConfig) -> tuple[LayerKind, ...]:
     """The kinds of layers of a run's model; one of a kind if they are alike."""
     if not layer_kinds(run.model):
         return (LayerKind(run, run.parallel.stage_layers(run.model.layers).slots),)
-    models, slots, _ = _by_kind(run.model, run.parallel.pipe, run.parallel.chunks)
+    models, slots, _ = _by_kind(run.model, _layers(run))
     return tuple(
         LayerKind(dataclasses.replace(run, model=model), count) for model, count in zip(models, slots, strict=True)
     )
@@ -42,15 +42,16 @@ def stage_layer_counts(run: RunConfig) -> tuple[tuple[int, ...], ...]:
     """Blocks that stages run, of each kind in the order of `layers_of_kinds`; each combination once."""
     if not layer_kinds(run.model):
         return ((run.parallel.stage_layers(run.model.layers).slots,),)
-    return _by_kind(run.model, run.parallel.pipe, run.parallel.chunks)[2]
+    return _by_kind(run.model, _layers(run))[2]
+
+
+def _layers(run: RunConfig) -> StageLayers:
+    return run.parallel.stage_layers(run.model.layers, kinds=layer_kinds(run.model))
 
 
 @functools.lru_cache(maxsize=256)  # a search repeats the call for each schedule, recompute mode and microbatch size
-def _by_kind(
-    model: Any, pipe: int, chunks: int
-) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _by_kind(model: Any, where: StageLayers) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """The models of each kind, the slots of a chunk for each, and the layers of each kind on different stages."""
-    where = StageLayers(model.layers, pipe, chunks, kinds=layer_kinds(model))
     kinds = [where.of(kind) for kind in where.kind_names]
     models = tuple(model.of_kind(kind) for kind in where.kind_names)
     stages = sorted(set(zip(*(kind.counts for kind in kinds), strict=True)))

@@ -105,14 +105,29 @@ class Program(Kernels):
         """Embedding, head and embedding's backward of all microbatches.
 
         The embedding's rows are summed over `tensor`, and over `pipe`; their gradients are added to those of the table, all
-        of which are added to the sums.
+        of which are added to the sums. On a stage with fewer blocks than others they run beside blocks of these.
         """
         if not self.model.vocabulary:
             return Work()
+        first, *_, last = (0, 0, 0) if self._shares_ends else self._fewer
         whole, table = self.rows * self.model.hidden * self.item, self._table * self.model.hidden
         forward = self._embedding(table * self.item + whole + 4 * self.residual)
         backward = self._embedding(TABLE * table + 3 * whole + 6 * self.residual)
-        return (forward + self._head + backward) * self.run.microbatches
+        blocks = self.kinds[0][0]
+        beside = lambda end, blocks: end * (max(0.0, end.total - blocks.total) / (end.total or 1.0))  # noqa: E731
+        ends = beside(forward, blocks.forward * first) + beside(self._head, blocks.forward * last)
+        return (ends + beside(backward, blocks.backward * first)) * self.run.microbatches
+
+    @property
+    def _shares_ends(self) -> bool:
+        """Whether no stage has the ends alone, or all run their empty slots too."""
+        return self.sharding.vocabulary_over_pipe or not self.program.layers.skips_slots
+
+    @property
+    def _fewer(self) -> list[int]:
+        """How many blocks fewer than the largest each stage has."""
+        layers = self.program.layers
+        return [layers.slots - count for count in layers.counts]
 
     @functools.cached_property
     def ticks(self) -> Work:
@@ -126,7 +141,7 @@ class Program(Kernels):
             return self.traffic(4 * self.residual, TICK) * passes
         ticks = passes * (1 if self.program.paired else 3)
         work = self.traffic(9 * self.residual, TICK) * ticks + Work(waits=self._waits * self.rates.synchronisation)
-        routes = 4 if self.program.placement == "v" else 2
+        routes = self.program.routes
         one = routes * self.send(self.residual, "pipe", self.parallel.pipe)
         exposed_ticks = self.program.merged_ticks if self.program.paired else ticks
         with_ends = min(exposed_ticks, microbatches * (1 if self.program.paired else 2))

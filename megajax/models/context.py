@@ -20,6 +20,7 @@ from megajax.ops.attention import (
 )
 from megajax.ops.attention_choice import FUSED, Choice, choose_attention
 from megajax.ops.collective_matmul import column_matmul, row_matmul
+from megajax.ops.distillation import Teacher
 from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
 from megajax.ops.gated_down import gated_down
 from megajax.ops.grouped_matmul import GroupedMatmuls, kernel_for
@@ -86,16 +87,26 @@ def model_shapes(
         another loss than the model's.
     """
     model = model or model_class(run.model)
-    for name in ("z_loss", "label_smoothing"):
+    for name in ("z_loss", "label_smoothing", "distill_weight"):
         if getattr(run.train, name) and not model.has_loss_options:
             raise ConfigError(f"{name} is of GPT's loss, which {model.__name__} has not: omit {option(name)}.")
+    if run.train.distill_weight and run.parallel.context > 1:
+        raise ConfigError("distill_weight does not work with context, which splits the sequence: pass --context 1.")
     rules = rules or model_rules(run, model)
     if rules.vocabulary_over_pipe and not model.vocabulary_over_pipe:
         raise ConfigError(
             f"the sharding rules split vocabulary over pipe, but {model.__name__} has an embedding or a head that need not "
             "know: use default_rules(), or vocabulary_over_pipe = True in the class if they use context.vocabulary."
         )
-    return model(run.model, ModelContext(vocabulary=VocabularySharding(vocabulary_shares(run.parallel, rules))))
+    vocabulary = VocabularySharding(vocabulary_shares(run.parallel, rules))
+    return model(run.model, ModelContext(vocabulary=vocabulary, teacher=teacher_of(run)))
+
+
+def teacher_of(run: RunConfig) -> Teacher | None:
+    """What the training's loss takes of a teacher; None: nothing."""
+    train = run.train
+    own = Teacher(train.distill_weight, train.distill_temperature, train.distill_top)
+    return own if own.weight else None
 
 
 def model_context(
@@ -148,6 +159,7 @@ def model_context(
         training=training,
         z_loss=run.train.z_loss if training else 0.0,
         label_smoothing=run.train.label_smoothing if training else 0.0,
+        teacher=teacher_of(run) if training else None,
     )
 
 

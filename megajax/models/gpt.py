@@ -25,8 +25,9 @@ from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.models.transformer import Block, Dropout, Norm, cache_arrays, with_rotary_table
 from megajax.models.transformer_costs import transformer_costs
 from megajax.ops.cached_attention import CachedArray
+from megajax.ops.distillation import TEACHER_ARRAYS, distillation
 from megajax.ops.linear import GATHERED, RESIDUAL
-from megajax.ops.vocabulary import cross_entropy, logsumexp, mask_padding, token_scores
+from megajax.ops.vocabulary import IGNORED_LABEL, cross_entropy, logsumexp, mask_padding, token_scores
 
 __all__ = ["GPT", "Embedding", "Head", "Shared", "token_table"]
 
@@ -93,10 +94,18 @@ class Shared(nnx.Module):
         return self.embedding(microbatch)
 
     def head_loss(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
-        """Sum over tokens of "weights" * loss of "labels", fp32: cross entropy, with the context's smoothing and z-loss."""
+        """Sum over tokens of "weights" * loss of "labels", fp32: cross entropy, with the context's smoothing and z-loss.
+
+        With the context's teacher, (1 - w) times that and w times the divergence from "teacher_ids" and "teacher_logits".
+        """
         context, logits = self.context, self.head(y, self.embedding)
-        options = {"z_loss": context.z_loss, "label_smoothing": context.label_smoothing}
+        options, teacher = {"z_loss": context.z_loss, "label_smoothing": context.label_smoothing}, context.teacher
         losses = context.vocabulary.regularised(logits, microbatch["labels"], self.config.vocabulary, **options)
+        if teacher:
+            given = (microbatch[name] for name in TEACHER_ARRAYS)
+            apart = distillation(logits, *given, self.config.vocabulary, teacher, context.vocabulary)
+            apart = jnp.where(microbatch["labels"] == IGNORED_LABEL, 0, apart)
+            losses = (1 - teacher.weight) * losses + teacher.weight * apart
         return (losses * microbatch["weights"].astype(jnp.float32)).sum()
 
     def token_scores(self, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
@@ -188,7 +197,8 @@ class GPT(NNXModel):
         """Tokens, labels, and positions if they are learned."""
         config = self.config
         learned = {"positions": Ids(config.sequence_length)} if config.positions == "learned" else {}
-        return {"tokens": Ids(config.vocabulary), "labels": Ids(config.vocabulary, "weights")} | learned
+        tokens = {"tokens": Ids(config.vocabulary), "labels": Ids(config.vocabulary, "weights")}
+        return tokens | {"teacher_ids": Ids(config.vocabulary)} | learned
 
     def cache_arrays(self, samples: int, slots: int) -> Mapping[str, CachedArray]:
         """Keys and values."""

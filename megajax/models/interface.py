@@ -29,6 +29,7 @@ from megajax.models.ids import Ids
 from megajax.models.remat import grouped
 from megajax.models.traced_costs import traced_costs
 from megajax.ops.cached_attention import Cache, CachedArray
+from megajax.ops.distillation import Teacher
 from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
 from megajax.ops.grouped_matmul import GroupedMatmuls
 from megajax.ops.linear import RESIDUAL, Constrain, Operations, identity, plain_operations
@@ -66,7 +67,7 @@ class ModelContext:
       gather_sequence: (array of [b, local s, ...]) -> the whole samples' [b, s, ...], on all context ranks.
       dropout_seed: the run's seed of dropout masks.
       training: False for evaluation and generation: no dropout.
-      z_loss, label_smoothing: of the loss in training, see `TrainConfig`; a model with `has_loss_options` reads them.
+      z_loss, label_smoothing, teacher: of the loss in training (`TrainConfig`), of models with `has_loss_options`.
     """
 
     constrain: Constrain = identity
@@ -82,6 +83,7 @@ class ModelContext:
     training: bool = True
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    teacher: Teacher | None = None
 
     def whole(self, x: jax.Array) -> jax.Array:
         """x with all of every axis on each device of a tensor group; the gradient too.
@@ -126,8 +128,8 @@ class PipelineModel(abc.ABC):
       scaled_arrays: arrays that `prepare_batch` adds, [microbatches, samples], which the training step multiplies by the
         factor of each microbatch's loss in the gradients (the loss scale), for losses whose gradients blocks add themselves.
       measured_kind: the kind of the layers that `take_measurements` measures; None: all layers.
-      has_loss_options: whether the loss has the context's `z_loss` and `label_smoothing`; not inherited where shared_module
-        or `head_loss` is replaced.
+      has_loss_options: whether the loss has the context's `z_loss`, `label_smoothing` and `teacher`; not inherited where
+        shared_module or `head_loss` is replaced.
       has_outputs: whether `head_loss` returns (loss, outputs), arrays [b, ...] that are computed on the way and from which
         `metrics` makes values for the log. They have no gradient.
       config: any frozen dataclass with `layers` and `name`; optionally with `layer_kinds`, see above, and for the estimate
@@ -357,13 +359,12 @@ def model_class(config: Any) -> type[PipelineModel]:
 
 def batch_shapes(run: RunConfig, model: PipelineModel) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and type of one sample of the run's batches: the model's arrays, and those of documents and padding."""
-    switches = {
-        "positions": run.data.resets_positions,
-        "document": run.data.resets_attention,
-        "padding_mask": bool(run.data.sft_data),
-    }
-    more = [name for name, given in switches.items() if given]
-    return model.batch_shapes() | {name: jax.ShapeDtypeStruct((run.model.sequence_length,), np.int32) for name in more}
+    data = run.data
+    switches = {"positions": data.resets_positions, "document": data.resets_attention, "padding_mask": data.sft_data}
+    of = lambda dtype, *sizes: jax.ShapeDtypeStruct((run.model.sequence_length, *sizes), dtype)  # noqa: E731
+    more = {name: of(np.int32) for name, given in switches.items() if given}
+    types = {"teacher_ids": np.int32, "teacher_logits": np.float32} if run.train.distill_weight else {}
+    return model.batch_shapes() | more | {name: of(dtype, run.train.distill_top) for name, dtype in types.items()}
 
 
 def mean_loss(model: PipelineModel, params: Tree, batch: Microbatch) -> jax.Array:

@@ -30,6 +30,7 @@ __all__ = [
     "logsumexp",
     "lookup",
     "mask_padding",
+    "normaliser",
     "over_pipe",
     "plain_lookup",
     "token_scores",
@@ -335,18 +336,18 @@ def logsumexp(logits: jax.Array, vocabulary: int, ranks: RowsOverRanks = ALL_ROW
     Args:
       logits, vocabulary, ranks: as for `cross_entropy`; the incoming gradient too.
     """
-    return _normaliser(mask_padding(logits, vocabulary, ranks), ranks)[0]
+    return normaliser(mask_padding(logits, vocabulary, ranks), ranks)[0]
 
 
 def _logsumexp_backward(vocabulary, ranks, residuals, gradient):
-    logits, normaliser = residuals
-    softmax = jnp.exp(mask_padding(logits, vocabulary, ranks) - normaliser[..., None])
+    logits, total = residuals
+    softmax = jnp.exp(mask_padding(logits, vocabulary, ranks) - total[..., None])
     return ((softmax * ranks.sum(gradient)[..., None]).astype(logits.dtype),)
 
 
 def _logsumexp_forward(logits, vocabulary, ranks):
-    normaliser = logsumexp(logits, vocabulary, ranks)
-    return normaliser, (logits, normaliser)
+    total = logsumexp(logits, vocabulary, ranks)
+    return total, (logits, total)
 
 
 logsumexp.defvjp(_logsumexp_forward, _logsumexp_backward)
@@ -371,7 +372,7 @@ def token_scores(
     return losses, -first == labels
 
 
-def _normaliser(masked, ranks):
+def normaliser(masked, ranks):
     """fp32 [b, s]: the logarithms of the softmax's normalisers, and the largest logits."""
     largest = ranks.max(masked.max(-1))
     return largest + jnp.log(ranks.sum(jnp.exp(masked - largest[..., None]).sum(-1))), largest
@@ -380,19 +381,19 @@ def _normaliser(masked, ranks):
 def _softmax(logits, labels, vocabulary, ranks):
     """fp32 [b, s]: the losses, the largest logits and the logarithms of the softmax's normalisers."""
     masked = mask_padding(logits, vocabulary, ranks)
-    normaliser, largest = _normaliser(masked, ranks)
+    total, largest = normaliser(masked, ranks)
     picked = ranks.sum(jnp.where(_rows(logits, ranks) == labels[..., None], masked, 0).sum(-1))
-    return jnp.where(labels == IGNORED_LABEL, 0, normaliser - picked), largest, normaliser
+    return jnp.where(labels == IGNORED_LABEL, 0, total - picked), largest, total
 
 
 def _cross_entropy_forward(logits, labels, vocabulary, ranks):
-    losses, _, normaliser = _softmax(logits, labels, vocabulary, ranks)
-    return losses, (logits, labels, normaliser)
+    losses, _, total = _softmax(logits, labels, vocabulary, ranks)
+    return losses, (logits, labels, total)
 
 
 def _cross_entropy_backward(vocabulary, ranks, residuals, gradient):
-    logits, labels, normaliser = residuals
-    softmax = jnp.exp(mask_padding(logits, vocabulary, ranks) - normaliser[..., None])
+    logits, labels, total = residuals
+    softmax = jnp.exp(mask_padding(logits, vocabulary, ranks) - total[..., None])
     is_label = _rows(logits, ranks) == labels[..., None]
     slope = jnp.where(labels == IGNORED_LABEL, 0, ranks.sum(gradient))
     return ((softmax - is_label) * slope[..., None]).astype(logits.dtype), None

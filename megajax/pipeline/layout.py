@@ -4,13 +4,13 @@ Canonical layout, in checkpoints and in models: each leaf of `blocks` is [layers
 layers. Pipeline layout, on devices: [chunks, ranks, slots of a stage, ...] with axis 1 sharded over the mesh axis
 `pipe`, so that each rank stores only the layers that it runs. For 8 layers on 2 ranks with 2 chunks each:
 
-    placement "loop"    rank 0    rank 1        placement "v"    rank 0    rank 1
-    chunk 0             0 1       2 3           chunk 0          0 1       2 3
-    chunk 1             4 5       6 7           chunk 1          6 7       4 5
+    loop       rank 0    rank 1        wave       rank 0    rank 1
+    chunk 0    0 1       2 3           chunk 0    0 1       2 3
+    chunk 1    4 5       6 7           chunk 1    6 7       4 5
 
-With "loop" the two layouts differ by a reshape alone; with "v" the ranks of the second chunk are also reversed. If the
-stages do not divide the layers, the last slot of some of them is empty (`schedules/stages.py`): it is zero in parameters
-and everything made like them, and no canonical layout has it.
+In a loop the two layouts differ by a reshape alone; in another placement (`schedules/stages.py`) stages are permuted too, in
+a wave those of every second chunk reversed. If stages have unequal numbers of layers, the last slots of some of them are
+empty: zero in parameters and everything made like them, and no canonical layout has them.
 
 If the layers are of several kinds, with different parameters, `blocks` has a tree for each kind, {kind: leaves}. A leaf is
 [layers of the kind, ...], and on devices every stage has as many slots as the most layers of the kind on any stage, which
@@ -67,10 +67,9 @@ def to_pipeline_layout(blocks: Tree, where: StageLayers) -> Tree:
     """
 
     def arrange(where: StageLayers, blocks: Tree) -> Tree:
-        shape = (where.chunks, where.ranks, where.slots)
+        shape, order = (where.chunks, where.ranks, where.slots), list(itertools.chain(*where.placement.stage_of))
         return jax.tree.map(
-            lambda a: _reverse_second_chunk(_with_empty_slots(a, where).reshape(*shape, *a.shape[1:]), where.placement),
-            blocks,
+            lambda a: _in_order(_with_empty_slots(a, where), order, where.slots).reshape(*shape, *a.shape[1:]), blocks
         )
 
     return map_kinds(arrange, where, blocks)
@@ -80,9 +79,10 @@ def from_pipeline_layout(blocks: Tree, where: StageLayers) -> Tree:
     """The inverse of `to_pipeline_layout`: leaves [chunks, ranks, slots of a stage, ...] to [layers, ...]."""
 
     def canonical(where: StageLayers, blocks: Tree) -> Tree:
+        order = [chunk * where.ranks + rank for chunk, rank in where.placement.homes]
+
         def one(leaf):
-            slots = _reverse_second_chunk(leaf, where.placement).reshape(-1, *leaf.shape[3:])
-            return _without_empty_slots(slots, where)
+            return _without_empty_slots(_in_order(leaf.reshape(-1, *leaf.shape[3:]), order, where.slots), where)
 
         return jax.tree.map(one, blocks)
 
@@ -132,15 +132,24 @@ def _without_empty_slots(leaf, where: StageLayers):
 
 
 def _runs(where: StageLayers) -> list[tuple[int, int]]:
-    """(layers of each, number of stages) of the runs of stages with equal numbers of layers; without kinds three at most."""
+    """(layers of each, number of stages) of the runs of stages with equal numbers of layers."""
     return [(count, len(list(stages))) for count, stages in itertools.groupby(where.counts)]
 
 
-def _reverse_second_chunk(leaf, placement: str):
-    """Reverses the stage axis of chunk 1 for placement "v"; it is its own inverse."""
-    if placement == "loop":
+def _in_order(leaf, order: list[int], slots: int):
+    """[stages * slots, ...] with the stages in another order: a slice for each run of it that ascends or descends."""
+    if order == list(range(len(order))):
         return leaf
-    return jnp.stack([leaf[0], jnp.flip(leaf[1], axis=0)])
+    stages, parts, start = leaf.reshape(-1, slots, *leaf.shape[1:]), [], 0
+    while start < len(order):
+        stop, step = start + 1, 0
+        while stop < len(order) and order[stop] - order[stop - 1] == (step or order[stop] - order[start]) in (-1, 1):
+            step, stop = order[stop] - order[stop - 1], stop + 1
+        low, high = sorted((order[start], order[stop - 1]))
+        run = stages[low : high + 1]
+        parts.append(jnp.flip(run, axis=0) if step < 0 else run)
+        start = stop
+    return jnp.concatenate(parts).reshape(leaf.shape)
 
 
 def pipeline_spec(spec: P) -> P:

@@ -12,7 +12,7 @@ from megajax.config.layer_kinds import layer_kinds
 from megajax.pipeline import layout
 from megajax.pipeline.layout import Specs, is_spec
 from megajax.pipeline.trained import merge, only_trained, split
-from megajax.schedules.stages import StageLayers
+from megajax.schedules.stages import Placement, StageLayers
 from megajax.sharding.rules import AxisRules
 from megajax.sharding.zero import shard_over_data
 
@@ -76,7 +76,7 @@ def initial_params(
     model,
     parallel: ParallelConfig,
     key: jax.Array,
-    placement: str = "loop",
+    placement: Placement | None = None,
     arrange: Callable[[Tree, StageLayers], Tree] = layout.to_pipeline_layout,
 ) -> Tree:
     """Fresh fp32 parameters, blocks in the pipeline layout of a schedule's placement. Values do not depend on the layout.

@@ -20,7 +20,7 @@ from megajax.schedules.io import is_schedule_file, load
 from megajax.schedules.registry import ScheduleSpec, Slots, find, make_schedule, with_option
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, Schedule, ScheduleError
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
-from megajax.schedules.stages import StageLayers
+from megajax.schedules.stages import Placement, StageLayers
 
 __all__ = ["UNROLLED_BLOCKS", "StepProgram", "counted_slots"]
 
@@ -146,11 +146,11 @@ class StepProgram:
         """Whether ticks in which every rank has a forward and a backward run both in one loop over blocks.
 
         If blocks have collectives to hide, and run in no bubble. The loop runs a block of a forward beside one of a
-        backward, which must be of one kind.
+        backward, which must be of one kind, and every stage as many.
         """
         parallel = self.run.parallel
         collectives = parallel.tensor > 1 or parallel.expert > 1
-        return self.in_place and collectives and not self.kinds and self.drains
+        return self.in_place and collectives and not self.kinds and self.drains and not self.layers.skips_slots
 
     @functools.cached_property
     def unrolls(self) -> bool:
@@ -187,9 +187,11 @@ class StepProgram:
     # Collectives.
 
     @functools.cached_property
-    def placement(self) -> str:
-        """The stages of a rank, "loop" or "v" (`Schedule.placement`)."""
-        return self.spec.placement or self.schedule.placement
+    def placement(self) -> Placement:
+        """The stages of a rank (`Schedule.placement`)."""
+        parallel = self.run.parallel
+        placed = self.spec.placement and self.spec.placement(parallel.pipe, parallel.chunks)
+        return placed or self.schedule.placement
 
     @functools.cached_property
     def split_backwards(self) -> float:
@@ -206,9 +208,11 @@ class StepProgram:
         Of the rank that sends most. All ranks take part in each send of a tick (`rank.Rank.send`).
         """
         executed, microbatches = self.executed, self.run.microbatches
-        routes = {direction: send_routes(executed, direction) for direction in (FORWARD, BACKWARD)}
+        routes = {direction: send_routes(self.placement, direction) for direction in (FORWARD, BACKWARD)}
         sent = {
-            rank: sum(rank == edge[0] != edge[1] for direction in routes for edge in stage_edges(executed, direction))
+            rank: sum(
+                rank == edge[0] != edge[1] for direction in routes for edge in stage_edges(self.placement, direction)
+            )
             for rank in range(executed.stages)
         }
         work = microbatches * max(sent.values())
@@ -220,6 +224,12 @@ class StepProgram:
             for rank in sent
         )
         return work, every - work
+
+    @functools.cached_property
+    def routes(self) -> int:
+        """Collective permutes of a tick that has activations and gradients, without those of ranks to themselves."""
+        routes = (route for way in (FORWARD, BACKWARD) for route in send_routes(self.placement, way))
+        return sum(any(sender != receiver for sender, receiver in route) for route in routes)
 
     @property
     def _ticks_that_send(self) -> dict[str, int]:
@@ -247,13 +257,13 @@ class StepProgram:
     def merged_ticks(self) -> int:
         """How many of a rank's forwards of a chunk run in one loop with a backward.
 
-        Of a rank that is never without work, all but those of its warm-up; where one stage runs all forwards first, the
-        last of them still meets the first backward.
+        Of a rank that is never without work, all but those of its warm-up; where that is all of them, the last one still
+        meets the first backward.
         """
         if not (self.merges and self.paired):
             return 0
         warm_up = self.schedule_slots.stash
-        return self.passes - warm_up if self.passes > warm_up else int(self.run.parallel.pipe == 1)
+        return self.passes - warm_up if self.passes > warm_up else int(self.passes == warm_up)
 
     @property
     def slots(self) -> Slots:

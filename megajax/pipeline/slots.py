@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, Segment
+from megajax.schedules.stages import Placement
 
 Route = tuple[tuple[int, int], ...]  # (sender, receiver) pairs of pipeline ranks
 Interval = tuple[int, int, object]
@@ -177,7 +178,7 @@ def slot_tables(schedule: Schedule, *, share_ends: bool = False) -> Tables:
         start.setdefault((INPUT if op == BACKWARD else op, stage, work.microbatch), tick)
         for result in schedule.results(work):
             finish[result, stage, work.microbatch] = tick
-    routes = {direction: send_routes(schedule, direction) for direction in (FORWARD, BACKWARD)}
+    routes = {direction: send_routes(schedule.placement, direction) for direction in (FORWARD, BACKWARD)}
     stash_slots = _assign_stash(schedule, operations, (start, finish)) if schedule.has_backward else 0
     kept_slots = _assign_kept(schedule, operations, finish)
     times = start, finish
@@ -254,13 +255,13 @@ def _edge(schedule: Schedule, stage: int, after: int) -> tuple[int, int]:
     return schedule.home(stage)[1], schedule.home(after)[1]
 
 
-def stage_edges(schedule: Schedule, direction: str) -> list[tuple[int, int]]:
+def stage_edges(placement: Placement, direction: str) -> list[tuple[int, int]]:
     """(sender, receiver) ranks of the sends between stages in a direction."""
-    after = ((stage, _stage_after(schedule, direction, stage)) for stage in range(schedule.last_stage + 1))
-    return [_edge(schedule, stage, later) for stage, later in after if later is not None]
+    ranks = [rank for _, rank in placement.homes]
+    return list(itertools.pairwise(ranks if direction == FORWARD else ranks[::-1]))
 
 
-def send_routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
+def send_routes(placement: Placement, direction: str) -> tuple[Route, ...]:
     """The (sender, receiver) pairs of a direction, in as few routes as a tick's sends need.
 
     On a route no rank sends or receives twice, so that it is one collective permute. Interleaving's edge from the last rank
@@ -268,7 +269,7 @@ def send_routes(schedule: Schedule, direction: str) -> tuple[Route, ...]:
     it decomposes the collective permute (openxla/xla#45222): `xla_flags.check_ring_flags` refuses the flag that does.
     """
     groups: dict[int, set[tuple[int, int]]] = {}
-    for sender, receiver in stage_edges(schedule, direction):
+    for sender, receiver in stage_edges(placement, direction):
         groups.setdefault(receiver - sender, set()).add((sender, receiver))
     routes: list[set[tuple[int, int]]] = []
     for distance in sorted(groups, key=abs):

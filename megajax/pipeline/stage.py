@@ -38,7 +38,6 @@ from megajax.pipeline.options import DEFAULT_OPTIONS, MERGED, ExecutorOptions
 from megajax.pipeline.run_in_order import run_in_order
 from megajax.pipeline.uneven import StageBlocks
 from megajax.schedules.schedule import BACKWARD, FORWARD
-from megajax.schedules.stages import stage_number
 
 Tree = Any
 ONE = ""  # the kind of blocks that are all of one
@@ -55,6 +54,7 @@ class Stack(ChunkParts):
       in_place: XLA's matmuls and conditionals update arrays in place; see `_run_blocks`.
       unrolled: blocks are traced one after the other, without a loop; the stack has one chunk, and one kind.
       where: the layers of each stage, of several kinds. None: all are of one kind.
+      counts: blocks of each stage, if it runs these only (`StageBlocks.skips`). None: it runs all slots, or has kinds.
       kinds: the blocks of each kind.
     """
 
@@ -70,11 +70,13 @@ class Stack(ChunkParts):
         """Arguments: see above, and `block` and `cut` of `BlockSteps`."""
         where, trained = options.stage_kinds, options.trained and options.trained["blocks"]
         self.weights, self.per_chunk, self.where = weights, per_chunk, where
-        self.in_place, self.unrolled = options.in_place, options.unrolled
+        self.in_place, self.unrolled, self.counts = options.in_place, options.unrolled, None
         make = functools.partial(BlockSteps, block, in_place=options.in_place, unrolled=options.unrolled)
         if where is None:
             own = StageBlocks(per_chunk, options.block_counts)
             self.kinds = {ONE: make(weights, own, cut=cut, trained=trained)}
+            if own.skips and not options.compute_bubbles:
+                self.counts = own.counts
             return
         names = where.kind_names
         of = lambda kind: {"cut": cut[kind], "trained": trained and trained[kind]}  # noqa: E731
@@ -172,8 +174,8 @@ class Stack(ChunkParts):
     ) -> tuple[Tree, Tree, Tree, Tree, jax.Array, Tree]:
         """`forward_stashing` and `backward`, which do not depend on each other, in one loop: a block of each an iteration.
 
-        On GPUs the collectives of one run beside the matmuls of the other. Where there are several kinds one runs after the
-        other: their blocks may be of different kinds.
+        On GPUs the collectives of one run beside the matmuls of the other. Where there are several kinds, or numbers of
+        blocks, one runs after the other.
 
         Args:
           x: the forward's input.
@@ -186,7 +188,7 @@ class Stack(ChunkParts):
         Returns:
           (y, dx, the stash's buffer, the accumulators, the iteration count, the records).
         """
-        if self.where:
+        if self.where or self.counts:
             low, high = works[1].blocks  # the same part of both, and a backward's first part is the last blocks
             back = dataclasses.replace(works[1], blocks=(self.per_chunk - high, self.per_chunk - low))
             with jax.named_scope(BACKWARD):
@@ -316,6 +318,9 @@ class Stack(ChunkParts):
         """
         low, high = (0, self.per_chunk) if work.blocks is None else work.blocks
         if not self.in_place:
+            if self.counts:
+                own = jnp.array(self.counts, jnp.int32)[work.stage]
+                low, high = jnp.minimum(low, own), jnp.minimum(high, own)
 
             def one(count, zero, state):
                 return self._run_one(high - 1 - count if backwards else low + count, work, steps, zero, state)
@@ -339,6 +344,8 @@ class Stack(ChunkParts):
 
         def holds(chunk, order, start, stop):
             same = (work.chunk == chunk) & (low == start) & (high == stop)
+            if self.counts:
+                return same & (jnp.array(self.counts, jnp.int32)[work.stage] == len(order))
             return same if self.where is None else same & (self._order[work.stage] == self.where.orders.index(order))
 
         index = which(holds(*choice) for choice in choices)
@@ -360,7 +367,6 @@ class Stack(ChunkParts):
     def _orders_of(self, chunk: int) -> list[tuple[str, ...]]:
         """The orders of kinds of the stages that a chunk is, on any rank."""
         if self.where is None:
-            return [(ONE,) * self.per_chunk]
-        ranks, chunks, placement = self.where.ranks, self.where.chunks, self.where.placement
-        stages = {stage_number(chunk % chunks, rank, ranks, placement) for rank in range(ranks)}
+            return [(ONE,) * count for count in sorted(set(self.counts or (self.per_chunk,)))]
+        stages = self.where.placement.stage_of[chunk % self.where.chunks]
         return sorted({self.where.stage_kinds[stage] for stage in stages})

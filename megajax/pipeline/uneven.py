@@ -1,7 +1,8 @@
 """Stages with different numbers of blocks in one program: what runs for an empty slot is computed and discarded.
 
 All ranks run the same loops over the slots of a chunk, with trip counts that are known at compile time, so that those with
-an empty slot (`schedules/stages.py`) run a block on weights that are zero. Its results can have any value, NaN included. A
+an empty slot (`schedules/stages.py`) run a block on weights that are zero. (Not where stages differ by more than a block:
+`StageBlocks.skips`.) Its results can have any value, NaN included. A
 select outside of the block's VJP discards them: the forward keeps x, the backward keeps dy. Its weight gradients are added
 to the accumulators' row of that slot, where nothing reads them, because with `ExecutorOptions.in_place` nothing may stand
 between a matmul and its addition; `clear_empty_slots` replaces the row by zeros after the last tick. To run fewer blocks
@@ -19,7 +20,7 @@ from jax import lax
 
 from megajax.pipeline.loops import choose
 from megajax.schedules.schedule import Schedule
-from megajax.schedules.stages import KindLayers
+from megajax.schedules.stages import KindLayers, skips_slots
 
 __all__ = ["StageBlocks", "clear_empty_slots"]
 
@@ -48,6 +49,11 @@ class StageBlocks:
         rows = [[next(numbers) for _ in range(count)] for count in where.counts]
         return cls(where.slots, numbers=jnp.array([[*row, *[0] * (where.slots - len(row))] for row in rows], jnp.int32))
 
+    @property
+    def skips(self) -> bool:
+        """Whether a stage runs its own blocks only, and nothing for its empty slots: another one has two more, or none."""
+        return self.counts is not None and skips_slots(self.counts)
+
     def number(self, stage: jax.Array, slot: jax.Array) -> jax.Array:
         """The model's number of the block in a slot of a stage, int32 scalars; without meaning for an empty slot."""
         if self.numbers is not None:
@@ -73,12 +79,14 @@ def clear_empty_slots(gradients: Tree, counts: Sequence[int] | None, schedule: S
     """
     if counts is None:
         return gradients
-    slots, ranks = max(counts), range(schedule.stages)
-    full = [[counts[schedule.stage(chunk, rank)] == slots for rank in ranks] for chunk in range(schedule.chunks)]
-    kept = jnp.asarray(full)[:, lax.axis_index("pipe")]
+    own = np.array(
+        [[counts[schedule.stage(c, rank)] for rank in range(schedule.stages)] for c in range(schedule.chunks)]
+    )
+    first = min(counts)  # slots before it are empty on no stage
+    kept = jnp.asarray(own[:, :, None] > np.arange(first, max(counts)))[:, lax.axis_index("pipe")]
 
     def clear(leaf):
-        last = leaf[:, :, -1:]  # the only slot that is empty on any stage
-        return leaf.at[:, :, -1:].set(jnp.where(kept.reshape(-1, *[1] * (leaf.ndim - 1)), last, 0))
+        rows = leaf[:, :, first:]
+        return leaf.at[:, :, first:].set(jnp.where(kept.reshape(len(own), 1, -1, *[1] * (leaf.ndim - 3)), rows, 0))
 
     return jax.tree.map(clear, gradients)

@@ -75,7 +75,7 @@ def _schedule(run: RunConfig, gpus: int, layout: Fields) -> list[str]:
     """The simplest first, and after them those that are searched by name only."""
     trains = {spec.name: spec for spec in specs() if spec.trains}
     names = dict.fromkeys([*search_order(), *trains])
-    return [name for name in names if layout["pipe"] > 1 or trains[name].chunks != "two"]
+    return [name for name in names if layout["pipe"] > 1 or trains[name].chunks not in ("two", "even")]
 
 
 def _chunks(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
@@ -84,10 +84,10 @@ def _chunks(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
     More chunks of that size have the same bubble, and a rank more slots, of which some are empty.
     """
     spec = next((spec for spec in specs() if spec.name == layout["schedule"]), None)  # of a file there is none
-    if layout["pipe"] == 1 or spec is None or spec.chunks != "any":
+    if layout["pipe"] == 1 or spec is None or spec.chunks not in ("any", "even"):
         return [2 if spec and spec.chunks == "two" else 1]
-    most = min(run.model.layers // layout["pipe"], MOST_CHUNKS)
-    counts = _fewest(range(1, most + 1), run.model.layers, layout["pipe"])
+    most, step = min(run.model.layers // layout["pipe"], MOST_CHUNKS), 2 if spec.chunks == "even" else 1
+    counts = _fewest(range(step, most + 1, step), run.model.layers, layout["pipe"])
     return [count for count in counts if count > 1 or not spec.one_chunk]
 
 

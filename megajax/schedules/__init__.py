@@ -10,3 +10,4 @@ from megajax.schedules import interleaved as interleaved
 from megajax.schedules import zero_bubble as zero_bubble
 from megajax.schedules import dualpipe as dualpipe
 from megajax.schedules import greedy as greedy
+from megajax.schedules import waves as waves

@@ -2,6 +2,7 @@
 
 from megajax.schedules.registry import register
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from megajax.schedules.stages import wave
 from megajax.schedules.zero_bubble import OrderWriter, in_a_v
 
 
@@ -12,7 +13,7 @@ from megajax.schedules.zero_bubble import OrderWriter, in_a_v
     any_microbatches=False,
     split=True,
     paired=False,
-    placement="v",
+    placement=wave,
     simplicity=None,  # zb_v with more memory
 )
 def dualpipe_v(stages: int, microbatches: int, chunks: int) -> Schedule:

@@ -9,6 +9,7 @@ chunk 1, B2.1' the second part of its backward.
 from megajax.schedules.registry import Slots, register
 from megajax.schedules.schedule import BACKWARD, FORWARD, Operation, Schedule, pack
 from megajax.schedules.simulate import fill_and_drain
+from megajax.schedules.stages import loop
 
 
 def _slots(stages: int, microbatches: int, chunks: int) -> Slots:
@@ -18,7 +19,7 @@ def _slots(stages: int, microbatches: int, chunks: int) -> Slots:
     return Slots(microbatches + 1, 0, microbatches + 1 + 2)
 
 
-@register("gpipe", split=False, paired=True, placement="loop", slots=_slots, bubble=fill_and_drain, simplicity=7)
+@register("gpipe", split=False, paired=True, placement=loop, slots=_slots, bubble=fill_and_drain, simplicity=7)
 def gpipe(stages: int, microbatches: int, chunks: int) -> Schedule:
     """GPipe (1811.06965): all forwards, then all backwards, in microbatch order.
 

@@ -1,13 +1,15 @@
 """`auto`: the fastest schedule for given costs and memory among all registered ones and greedy list schedules."""
 
 import dataclasses
+import functools
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megajax.schedules import registry
 from megajax.schedules.registry import register, require
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, Schedule, ScheduleError, pack
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
+from megajax.schedules.stages import loop, wave
 
 
 @register(
@@ -26,7 +28,7 @@ def auto(
     """The schedule that takes least time in lockstep under `costs` and holds at most `live_chunks` on a rank.
 
     Candidates are all registered schedules that train and drain, with these sizes, and greedy list schedules: an idle
-    rank runs the most preferred operation that is ready, by several orders of preference, in both placements, with the
+    rank runs the most preferred operation that is ready, by several orders of preference, in a loop or a V, with the
     backward whole or split. It is therefore at least as fast as the best registered one. Bubble and memory are those of
     the chosen schedule, whose name follows "auto:".
 
@@ -59,11 +61,12 @@ def _candidates(stages: int, microbatches: int, chunks: int, costs: Costs, memor
             yield dataclasses.replace(made, name=f"auto:{made.name}")
         except ScheduleError:
             pass  # these sizes are illegal for it
-    for placement in ("loop", "v") if chunks == 2 else ("loop",):
+    for place in (loop, wave) if chunks == 2 else (loop,):
+        placement = place(stages, chunks)
         for split in (False, True):
             for prefer in PREFERENCES[split]:
                 table = Schedule("auto:greedy", stages, microbatches, chunks, False, (), placement, split)
-                orders = _greedy(table, costs, memory, prefer)
+                orders = list_schedule(table, costs, memory, functools.partial(_rank_of, prefer, stages))
                 sizes = {"microbatches": microbatches, "chunks": chunks, "placement": placement, "split": split}
                 mixed = pack("auto:greedy", orders, **sizes, paired=False, parts={BACKWARD: 2})
                 yield mixed.validate()
@@ -79,8 +82,10 @@ PREFERENCES = {
 }
 
 
-def _greedy(table: Schedule, costs: Costs, memory: int, prefer: tuple[str, ...]) -> list[list[Operation]]:
-    """Each rank's order: at every moment an idle rank starts the most preferred operation that is ready.
+def list_schedule(
+    table: Schedule, costs: Costs, memory: int, key: Callable[[Operation, int], tuple]
+) -> list[list[Operation]]:
+    """Each rank's order: at every moment an idle rank starts, of what is ready, the operation of the least `key(., rank)`.
 
     A forward of chunk c starts only if it leaves room for one activation of each later chunk. Then at least one
     activation on the rank can always proceed to its backward, and the ranks cannot deadlock.
@@ -104,7 +109,7 @@ def _greedy(table: Schedule, costs: Costs, memory: int, prefer: tuple[str, ...])
         ]
         if not open_now:
             continue
-        choice = min(open_now, key=lambda operation: _rank_of(operation, prefer, table.stages))
+        choice = min(open_now, key=lambda operation: key(operation, rank))
         del ready[rank][choice]
         orders[rank].append(choice)
         end = free[rank] = now + durations[choice.op]
@@ -118,7 +123,7 @@ def _greedy(table: Schedule, costs: Costs, memory: int, prefer: tuple[str, ...])
     return orders
 
 
-def _rank_of(operation: Operation, prefer: tuple[str, ...], group: int) -> tuple:
+def _rank_of(prefer: tuple[str, ...], group: int, operation: Operation, rank: int) -> tuple:
     """Forwards in groups of p microbatches, chunk by chunk; of backwards the oldest, and the last chunk's first."""
     if operation.op == FORWARD:
         return prefer.index(FORWARD), operation.microbatch // group, operation.chunk, operation.microbatch

@@ -7,6 +7,7 @@ from megajax.schedules.one_f_one_b import alternate, depth_first
 from megajax.schedules.registry import Slots, register, require
 from megajax.schedules.schedule import BACKWARD, FORWARD, Operation, Schedule, pack
 from megajax.schedules.simulate import fill_and_drain
+from megajax.schedules.stages import Placement, loop
 
 
 def _slots(stages: int, microbatches: int, chunks: int, group_size: int | None = None) -> Slots | None:
@@ -23,7 +24,7 @@ def _slots(stages: int, microbatches: int, chunks: int, group_size: int | None =
     rounds=True,
     split=False,
     paired=True,
-    placement="loop",
+    placement=loop,
     slots=_slots,
     bubble=fill_and_drain,
     one_chunk="eager_1f1b",
@@ -61,7 +62,7 @@ def interleaved_1f1b(stages: int, microbatches: int, chunks: int, group_size: in
     chunks="any",
     split=False,
     paired=True,
-    placement="loop",
+    placement=loop,
     bubble=fill_and_drain,
     one_chunk="gpipe",
     simplicity=None,  # as slow as interleaved_1f1b, with more memory
@@ -82,11 +83,11 @@ def looped_bfs(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 @register("forward_only", chunks="any", trains=False, split=False, paired=True)
-def forward_only(stages: int, microbatches: int, chunks: int, placement: str = "loop") -> Schedule:
+def forward_only(stages: int, microbatches: int, chunks: int, placement: Placement | None = None) -> Schedule:
     """Forward passes only, for evaluation and sampling: groups of p microbatches pass one chunk after the other.
 
-    Takes any number of microbatches. In "loop" placement the bubble is p - 1 chunk forwards if m is a multiple of p.
-    `placement` is that of the schedule whose parameters are used.
+    Takes any number of microbatches. The bubble is p - 1 chunk forwards if m is a multiple of p and `placement`, that of the
+    schedule whose parameters are used, is `stages.loop`.
 
         p = 2, m = 2, v = 2
         rank 0  F0.0 F1.0 F0.1 F1.1 .

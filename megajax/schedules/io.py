@@ -3,17 +3,22 @@
 CSV has a row for each rank and an action in each cell: 2F0 is the forward of microbatch 0 on stage 2; B, I and W
 likewise; a blank cell is idle. Communication actions of torch are ignored, since the order implies them here. A pair
 (0F3;7B1)OVERLAP_F_B of a forward and a backward overlaps them in mixed ticks (`schedule.OVERLAP_PARTS`); in paired ticks,
-and if it is a pair of other operations, they run one after the other.
+and if it is a pair of other operations, they run one after the other. The chunks of a rank are the stages of its row, in
+the order of the model.
+
+JSON has `Placement.stage_of` as "placement" (a loop, if omitted), and may have its "layers".
 """
 
 import csv
+import functools
 import io
 import json
+import os
 import pathlib
 import re
 from typing import Any
 
-from megajax.schedules.errors import shown
+from megajax.schedules.errors import UserError, shown
 from megajax.schedules.schedule import (
     BACKWARD,
     FORWARD,
@@ -28,12 +33,13 @@ from megajax.schedules.schedule import (
     pack,
 )
 from megajax.schedules.simulate import simulate_lockstep
-from megajax.schedules.stages import placement_problem
+from megajax.schedules.stages import Placement, loop, wave
 
 ENDINGS = (".csv", ".json")
 OPS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")  # numbers that are int32
 MOST_NUMBER = 10**9
+EARLIER = {"loop": loop, "v": wave}  # placements by name, in files of earlier versions
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)\d*")
 
@@ -49,6 +55,19 @@ def load(path: str) -> Schedule:
     Raises:
       ScheduleError: the file cannot be read, or does not hold a valid schedule; the message names the row and the cell.
     """
+    try:
+        stat = os.stat(path)
+    except (OSError, ValueError):  # the read says what it is
+        return _load(path)
+    return _loaded(path, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+
+
+@functools.lru_cache(maxsize=16)  # what is read of it, a run reads often
+def _loaded(path: str, version: tuple[int, ...]) -> Schedule:
+    return _load(path)
+
+
+def _load(path: str) -> Schedule:
     file = pathlib.Path(path)
     if file.suffix not in ENDINGS:
         raise ScheduleError(f"{path}: a schedule's file must end in {' or '.join(ENDINGS)}")
@@ -70,11 +89,13 @@ def save(schedule: Schedule, path: str) -> None:
     """Writes a schedule. `load` returns the same orders, and from JSON the same ticks.
 
     Raises:
-      ScheduleError: the ending is neither .csv nor .json.
+      ScheduleError: the ending is neither .csv nor .json, or it is .csv and the placement has layers.
       OSError: the file cannot be written.
     """
     if pathlib.Path(path).suffix not in ENDINGS:
         raise ScheduleError(f"{path}: a schedule is saved in a file that must end in {' or '.join(ENDINGS)}")
+    if path.endswith(".csv") and schedule.placement.layers is not None:
+        raise ScheduleError(f"{path}: CSV has no room for the layers of each stage: choose a name that ends in .json")
     text = to_csv(schedule) if path.endswith(".csv") else json.dumps(to_json(schedule)) + "\n"
     with open(path, "w", encoding="utf-8", newline="") as file:
         file.write(text)
@@ -99,7 +120,8 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "stages": schedule.stages,
         "microbatches": schedule.microbatches,
         "chunks": schedule.chunks,
-        "placement": schedule.placement,
+        "placement": schedule.placement.stage_of,
+        **({} if schedule.placement.layers is None else {"layers": schedule.placement.layers}),
         "paired": schedule.paired,
         "orders": [
             [list(action if isinstance(action, Operation) else map(list, action)) for action in order]
@@ -109,7 +131,12 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_orders(
-    name: str, orders: list[list[Action]], *, chunks: int, placement: str = "loop", paired: bool | None = None
+    name: str,
+    orders: list[list[Action]],
+    *,
+    chunks: int,
+    placement: Placement | None = None,
+    paired: bool | None = None,
 ) -> Schedule:
     """Places orders into ticks: mixed ticks if backwards are split, else paired or mixed, whichever takes less time.
 
@@ -143,7 +170,7 @@ def _from_json(name: str, text: str) -> Schedule:
         raise ScheduleError(f"not a schedule: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get("orders"), list) or not values["orders"]:
         raise ScheduleError('it must hold {"orders": [[[op, chunk, microbatch], ...] for each rank], ...}')
-    placement, paired = values.get("placement", "loop"), values.get("paired")
+    paired = values.get("paired")
     if not (paired is None or isinstance(paired, bool)):
         raise ScheduleError(f"paired is {shown(paired)}; it must be true or false, or omitted")
     for rank, order in enumerate(values["orders"]):
@@ -155,9 +182,28 @@ def _from_json(name: str, text: str) -> Schedule:
     ]
     every = (operation for order in orders for action in order for operation in operations_of(action))
     chunks = 1 + max((operation.chunk for operation in every), default=0)
-    if problem := placement_problem(placement, chunks):
-        raise ScheduleError(problem)
+    placement = _placement(values.get("placement", "loop"), values.get("layers"), len(orders), chunks)
     return from_orders(name, orders, chunks=chunks, placement=placement, paired=paired)
+
+
+def _placement(stage_of: Any, layers: Any, ranks: int, chunks: int) -> Placement:
+    numbers = lambda row: isinstance(row, list) and all(type(n) is int and 0 <= n < MOST_NUMBER for n in row)  # noqa: E731
+    if isinstance(stage_of, str) and stage_of in EARLIER:
+        stage_of = EARLIER[stage_of](ranks, chunks).stage_of
+    elif not isinstance(stage_of, list) or not all(map(numbers, stage_of)):
+        raise ScheduleError(f"placement is {shown(stage_of)}; it must be a list for each chunk, of each rank's stage")
+    if not (layers is None or numbers(layers)):
+        raise ScheduleError(f"layers is {shown(layers)}; it must be a list with a number for each stage, or omitted")
+    try:
+        placed = Placement(tuple(map(tuple, stage_of)), layers and tuple(layers))
+    except UserError as error:
+        raise ScheduleError(str(error)) from None
+    if (placed.chunks, placed.ranks) != (chunks, ranks):
+        raise ScheduleError(
+            f"placement is for {placed.chunks} chunks on each of {placed.ranks} ranks, but the orders are of {chunks} on "
+            f"each of {ranks}"
+        )
+    return placed
 
 
 def _action(rank: int, place: int, value: Any) -> Action:
@@ -189,26 +235,27 @@ def _from_rows(name: str, rows: list[list[str]]) -> Schedule:
         [action for column, cell in enumerate(row) for action in _actions(rank, column, cell)]
         for rank, row in enumerate(rows)
     ]
-    stages = len(actions)
-    held = [{operation.chunk for action in row for operation in operations_of(action)} for row in actions]
-    chunks = max((len(stages_held) for stages_held in held), default=0)
-    placement = "loop"
-    if chunks == 2 and stages > 1 and all(kept == {rank, 2 * stages - 1 - rank} for rank, kept in enumerate(held)):
-        placement = "v"
-    for rank, kept in enumerate(held):
-        expected = {chunk * stages + rank for chunk in range(chunks)}
-        if placement == "loop" and kept != expected:
+    held = [sorted({operation.chunk for action in row for operation in operations_of(action)}) for row in actions]
+    chunks, every = max(map(len, held), default=0), sorted(stage for own in held for stage in own)
+    for rank, own in enumerate(held):
+        if len(own) != chunks:
             raise ScheduleError(
-                f"row {rank + 1} (rank {rank}) has stages {_list(kept)}; with {stages} rows and {chunks} chunks on "
-                f"each rank it must have {_list(expected)}, or {_list({rank, 2 * stages - 1 - rank})} if the chunks form a V"
+                f"row {rank + 1} (rank {rank}) has stages {_list(own)}; each row must have as many as another, {chunks}"
             )
+    if every != list(range(len(every))):
+        raise ScheduleError(
+            f"the rows have stages {_list(every)}; with {len(held)} rows and {chunks} chunks on each rank they must have "
+            f"each of 0 to {len(every) - 1} once"
+        )
 
-    def placed(action: Action) -> Action:
+    def placed(own: list[int], action: Action) -> Action:
         if isinstance(action, Operation):
-            return action._replace(chunk=action.chunk // stages)
-        return tuple(map(placed, action))
+            return action._replace(chunk=own.index(action.chunk))
+        return tuple(placed(own, one) for one in action)
 
-    return from_orders(name, [list(map(placed, row)) for row in actions], chunks=chunks, placement=placement)
+    orders = [[placed(own, action) for action in row] for own, row in zip(held, actions, strict=True)]
+    placement = Placement(tuple(zip(*held, strict=True))) if every else None
+    return from_orders(name, orders, chunks=chunks, placement=placement)
 
 
 def _actions(rank: int, column: int, cell: str) -> list[Action]:
@@ -231,6 +278,6 @@ def _actions(rank: int, column: int, cell: str) -> list[Action]:
     return []
 
 
-def _list(stages: set[int]) -> str:
-    most = sorted(stages)[:20]
+def _list(stages: list[int]) -> str:
+    most = stages[:20]
     return ", ".join([*map(str, most), *(["..."] if len(stages) > len(most) else [])]) or "none"

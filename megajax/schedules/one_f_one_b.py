@@ -3,6 +3,7 @@
 from megajax.schedules.registry import Slots, register
 from megajax.schedules.schedule import BACKWARD, FORWARD, Operation, Schedule, Work, pack
 from megajax.schedules.simulate import Costs, fill_and_drain
+from megajax.schedules.stages import loop
 
 
 def depth_first(group: int, microbatches: int, chunks: int) -> list[tuple[int, int]]:
@@ -39,7 +40,7 @@ def _1f1b_bubble(stages: int, microbatches: int, chunks: int, costs: Costs, lock
     return ticks - microbatches * (costs.forward + costs.backward)
 
 
-@register("1f1b", split=False, paired=False, placement="loop", slots=_1f1b_slots, bubble=_1f1b_bubble, simplicity=2)
+@register("1f1b", split=False, paired=False, placement=loop, slots=_1f1b_slots, bubble=_1f1b_bubble, simplicity=2)
 def one_forward_one_backward(stages: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B, PipeDream-Flush (2104.04473 section 2.2.1; Megatron-LM's non-interleaved order).
 
@@ -61,7 +62,7 @@ def _eager_slots(stages: int, microbatches: int, chunks: int) -> Slots:
 
 
 @register(
-    "eager_1f1b", split=False, paired=True, placement="loop", slots=_eager_slots, bubble=fill_and_drain, simplicity=3
+    "eager_1f1b", split=False, paired=True, placement=loop, slots=_eager_slots, bubble=fill_and_drain, simplicity=3
 )
 def eager_1f1b(stages: int, microbatches: int, chunks: int) -> Schedule:
     """Eager 1F1B (2211.05322): 1F1B with 2(p - r - 1) warm-up forwards, so that a send may take a whole tick.
@@ -90,7 +91,7 @@ def backward_lag(rank, stages: int):
     drains=False,
     split=False,
     paired=True,
-    placement="loop",
+    placement=loop,
     slots=lambda stages, microbatches, chunks: Slots(2 * stages - 1, 0, 2 + 2),
     bubble=lambda stages, microbatches, chunks, costs, lockstep: 0.0,
     simplicity=None,  # it changes the training: gradients are one step old

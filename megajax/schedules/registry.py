@@ -28,10 +28,11 @@ from typing import Any, NamedTuple
 
 from megajax.schedules.io import is_schedule_file, load
 from megajax.schedules.schedule import MOST_FORWARDS, Schedule, ScheduleError
+from megajax.schedules.stages import Placement
 
 Generator = Callable[..., Schedule]
 SPECS: dict[str, "ScheduleSpec"] = {}
-CHUNKS = ("one", "two", "any")
+CHUNKS = ("one", "two", "even", "any")
 
 
 class Slots(NamedTuple):
@@ -66,7 +67,7 @@ class ScheduleSpec:
     Attributes:
       name: the value of `--schedule`.
       generate: `f(stages, microbatches, chunks, **options) -> Schedule`.
-      chunks: model chunks on each rank: "one", "two", or "any" number.
+      chunks: model chunks on each rank: "one", "two", an "even" number, or "any" number.
       rounds: the microbatches must be a multiple of the stages.
       fewest_microbatches: `f(stages)`, the smallest legal number of microbatches.
       any_microbatches: the number of microbatches may differ between steps, as a batch ramp needs.
@@ -74,7 +75,8 @@ class ScheduleSpec:
       drains: each step ends with an empty pipeline. False for PipeDream-2BW, whose table is one step in steady state.
       split: backwards are split into I and W. None: read from the table.
       paired: a tick is a forward and a backward on every rank. None: read from the table.
-      placement: the stages of a rank, "loop" or "v" (see `Schedule.placement`). None: read from the table.
+      placement: `f(stages, chunks) -> Placement`, such as `stages.loop` and `stages.wave`. None: read from the table, whose
+        placement then has no layers of its own.
       slots: `f(stages, microbatches, chunks, **options) -> Slots | None`, the closed form of the counts of
         `megajax.pipeline.slots`, None for sizes that it does not cover. Without one the slots are counted in the table.
       bubble: `f(stages, microbatches, chunks, costs, lockstep, **options)`, the closed form of a rank's idle time in a
@@ -95,7 +97,7 @@ class ScheduleSpec:
     drains: bool = True
     split: bool | None = None
     paired: bool | None = None
-    placement: str | None = None
+    placement: Callable[[int, int], Placement] | None = None
     slots: Callable[..., Slots | None] | None = None
     bubble: Callable[..., float] | None = None
     most_forwards: int = MOST_FORWARDS
@@ -126,11 +128,10 @@ def register(name: str, **fields: Any) -> Callable[[Generator], Generator]:
         fields.get("chunks", "one") in CHUNKS,
         f"register({name!r}) has chunks={fields.get('chunks')!r}: choose from {', '.join(map(repr, CHUNKS))}",
     )
-    placed, several = fields.get("placement"), fields.get("chunks", "one")
     require(
-        placed in (None, "loop") or (placed == "v" and several == "two"),
-        f"register({name!r}) has placement={placed!r} and chunks={several!r}: placement is 'loop', or 'v' with "
-        "chunks='two'",
+        fields.get("placement") is None or callable(fields["placement"]),
+        f"register({name!r}) has placement={fields.get('placement')!r}: it is a function of stages and chunks, such as "
+        "stages.loop or stages.wave",
     )
     require(not is_schedule_file(name), f"schedule {name!r} has the name of a file: choose a name without an ending")
 
@@ -173,7 +174,7 @@ def drains(name: str) -> bool:
 
 
 def chunk_rule(name: str) -> str:
-    """How many model chunks a schedule has on each rank: "one", "two", or "any" number."""
+    """How many model chunks a schedule has on each rank: "one", "two", an "even" number, or "any" number."""
     return find(name).chunks
 
 
@@ -193,10 +194,19 @@ def find(name: str) -> ScheduleSpec:
     if name in SPECS:
         return SPECS[name]
     if is_schedule_file(name):
-        return ScheduleSpec(name, lambda stages, microbatches, chunks: load(name), chunks="any", any_microbatches=False)
+        make = lambda stages, microbatches, chunks: load(name)  # noqa: E731
+        placed = lambda stages, chunks: load(name).placement  # noqa: E731
+        return ScheduleSpec(name, make, chunks="any", any_microbatches=False, placement=placed)
     near = difflib.get_close_matches(name, SPECS, 1)
     hint = f"; did you mean {near[0]}?" if near else "."
     raise ScheduleError(f"schedule {name!r} is unknown{hint} Known: {', '.join(sorted(SPECS))}")
+
+
+def placement_of(name: str, stages: int, chunks: int) -> Placement | None:
+    """The placement of a schedule's stages. None: only its table has it, or it is a file for other sizes."""
+    placed = find(name).placement
+    placement = placed and placed(stages, chunks)
+    return placement if placement and (placement.ranks, placement.chunks) == (stages, chunks) else None
 
 
 def check_sizes(
@@ -213,6 +223,9 @@ def check_sizes(
         return SizeProblem("chunks", f"{spec.name} has one chunk on each rank, not {chunks}{several}", (1,))
     if spec.chunks == "two" and chunks != 2:
         return SizeProblem("chunks", f"{spec.name} has two chunks on each rank, not {chunks}", (2,))
+    if spec.chunks == "even" and chunks % 2:
+        near = tuple(count for count in (chunks - 1, chunks + 1) if count)
+        return SizeProblem("chunks", f"{spec.name} has an even number of chunks on each rank, not {chunks}", near)
     if spec.rounds and group_size is None and microbatches % stages:
         below = microbatches // stages * stages
         return SizeProblem(
@@ -273,8 +286,13 @@ def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1,
     for label, requested in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         made = getattr(schedule, label)
         require(made == requested, f"{name} made a schedule with {label}={made}, but {label}={requested} was requested")
-    for label in ("split", "paired", "placement"):
-        declared, made = getattr(spec, label), getattr(schedule, label)
+    placed = spec.placement and spec.placement(stages, chunks)
+    require(
+        placed is not None or schedule.placement.layers is None,
+        f"{name} made a schedule whose placement has layers: give register the function that makes it",
+    )
+    for label, declared in (("split", spec.split), ("paired", spec.paired), ("placement", placed)):
+        made = getattr(schedule, label)
         require(
             declared in (None, made),
             f"{name} made a schedule with {label}={made}, but is registered with {label}={declared}",

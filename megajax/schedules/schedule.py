@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megajax.schedules.errors import UserError
-from megajax.schedules.stages import placement_problem, stage_number
+from megajax.schedules.stages import Placement, loop
 
 FORWARD, BACKWARD = "F", "B"
 INPUT, WEIGHT = "I", "W"  # a split backward: gradient of the input, gradients of the weights (2401.10241)
@@ -82,8 +82,8 @@ class Schedule:
       paired: the kind of tick. True: a forward and then a backward on every rank, either of which may be absent.
         False: a mixed tick, in which each rank does at most one piece of work, or a part of a forward and of a backward
         of another microbatch or chunk, which overlap.
-      placement: "loop", chunk c of rank r is stage c * stages + r; or "v", two chunks, whose stages go down the ranks
-        and up again.
+      placement: which stage each chunk of a rank is, and, if it says so, how many layers that has. None is replaced by
+        `stages.loop`: chunk c of rank r is stage c * stages + r.
       split: backwards run as I and W. A whole backward then takes two ticks, I (part 0) and W (part 1); otherwise, and
         where it overlaps a forward, its parts are consecutive blocks of the chunk, the last blocks first.
     """
@@ -94,22 +94,32 @@ class Schedule:
     chunks: int
     paired: bool
     ticks: tuple[tuple[tuple[Work, ...], ...], ...]
-    placement: str = "loop"
+    placement: Placement | None = None
     split: bool = False
 
     def __post_init__(self):
         """Raises ScheduleError for chunks that the placement is not for: stages would be missing."""
-        if problem := placement_problem(self.placement, self.chunks):
-            raise ScheduleError(f"{self.name}: {problem}")
+        placement = self.placement or loop(self.stages, self.chunks)
+        object.__setattr__(self, "placement", placement)
+        if (placement.chunks, placement.ranks) != (self.chunks, self.stages):
+            given = f"{placement.chunks} chunks on each of {placement.ranks} ranks"
+            raise ScheduleError(
+                f"{self.name}: the placement is for {given}, not for {self.chunks} on each of {self.stages}"
+            )
 
     def stage(self, chunk: int, rank: int) -> int:
-        """The global stage held as `chunk` by `rank`."""
-        return stage_number(chunk, rank, self.stages, self.placement)
+        """The global stage held as `chunk` by `rank`.
+
+        Raises:
+          ScheduleError: there is no such chunk.
+        """
+        if not 0 <= chunk < self.chunks:
+            raise ScheduleError(f"{self.name}: chunk {chunk} does not exist: each rank has {self.chunks}")
+        return self.placement.stage_of[chunk][rank]
 
     def home(self, stage: int) -> tuple[int, int]:
         """(chunk, rank) of a global stage: the inverse of `stage`."""
-        chunk, rank = divmod(stage, self.stages)
-        return (chunk, self.stages - 1 - rank) if self.placement == "v" and chunk == 1 else (chunk, rank)
+        return self.placement.homes[stage]
 
     @property
     def last_stage(self) -> int:
@@ -228,9 +238,9 @@ class Schedule:
             for rank, works in enumerate(row):
                 self._check_phases(tick, rank, works)
                 for work in works:
-                    stage = self.stage(work.chunk, rank)
                     if not (0 <= work.chunk < self.chunks and 0 <= work.microbatch < self.microbatches):
                         self._refuse(tick, rank, f"{show(work)} is of a chunk or microbatch that does not exist")
+                    stage = self.stage(work.chunk, rank)
                     if work.part and (rank, work._replace(part=work.part - 1)) not in done:
                         self._refuse(tick, rank, f"{show(work)} comes before its part {work.part - 1}")
                     for result, of in self.needs(work, stage):
@@ -314,7 +324,7 @@ def pack(
     chunks: int = 1,
     paired: bool,
     parts: dict[str, int] | None = None,
-    placement: str = "loop",
+    placement: Placement | None = None,
     split: bool = False,
 ) -> Schedule:
     """Places each rank's operations into ticks, each as early as its dependencies and its place in the order allow.

@@ -1,14 +1,18 @@
-"""Which layers each stage of the pipeline has; a number of layers that the stages do not divide is legal.
+"""Which stage each chunk of a rank is (`Placement`), and which layers each stage has (`StageLayers`).
 
-All ranks run one program, so every stage has the same number of *slots* for layers, the fewest possible: L layers on S
-stages have n = ceil(L / S) slots each, and nS - L stages have n - 1 layers and leave their last slot empty. These are, in
-this order, the stages with other work: the last one (head), the first one (embedding), then the one before the last, the
-one before that, and so on. So Llama 3.1 405B has one layer fewer on its first and last stage (2407.21783 section 3.3.2):
-126 layers on 16 stages are 7, 14 times 8, and 7. For 7 layers on 2 ranks with 2 chunks each, "-" being an empty slot:
+A number of layers that the stages do not divide is legal. All ranks run one program, so every stage has the same number of
+*slots* for layers, the fewest possible: L layers on S stages have n = ceil(L / S) slots each, and nS - L stages have n - 1
+layers and leave their last slot empty. These are, in this order, the stages with other work: the last one (head), the first
+one (embedding), then the one before the last, the one before that, and so on. So Llama 3.1 405B has one layer fewer on its
+first and last stage (2407.21783 section 3.3.2): 126 layers on 16 stages are 7, 14 times 8, and 7. For 7 layers on 2 ranks
+with 2 chunks each, "-" being an empty slot:
 
-    placement "loop"    rank 0    rank 1        placement "v"    rank 0    rank 1
-    chunk 0             0 1       2 3           chunk 0          0 1       2 3
-    chunk 1             4 5       6 -           chunk 1          6 -       4 5
+    loop       rank 0    rank 1        wave       rank 0    rank 1
+    chunk 0    0 1       2 3           chunk 0    0 1       2 3
+    chunk 1    4 5       6 -           chunk 1    6 -       4 5
+
+A placement may give the numbers of layers itself: any, and none on a stage that only embeds or computes the loss. Where
+they differ by more than one (group), a stage does not run its empty slots (`skips_slots`).
 
 Layers that are recomputed together are not separated: the unit that is placed is then the group. This file imports no jax.
 """
@@ -20,23 +24,85 @@ from collections.abc import Sequence
 
 from megajax.schedules.errors import UserError, shown
 
-__all__ = ["PLACEMENTS", "KindLayers", "StageLayers", "placement_problem", "stage_number"]
-
-PLACEMENTS = ("loop", "v")
+__all__ = ["KindLayers", "Placement", "StageLayers", "loop", "skips_slots", "wave"]
 
 
-def placement_problem(placement: str, chunks: int) -> str:
-    """Why stages cannot be placed on ranks in this way; "" if they can: every stage is then on one rank, once."""
-    if placement not in PLACEMENTS:
-        return f'placement is {shown(placement)}; it must be "loop" or "v"'
-    if placement == "v" and chunks != 2:
-        return f'placement "v" is for two chunks on each rank, not {chunks}'
-    return ""
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which stage of the model each chunk of each rank is: data, which `loop` and `wave` make.
+
+    Attributes:
+      stage_of: `stage_of[chunk][rank]`, the number of the stage. A rank's chunks are in the order of the model.
+      layers: of each stage, in the order of the model; 0 is legal. None: as equal as possible (`StageLayers`).
+    """
+
+    stage_of: tuple[tuple[int, ...], ...]
+    layers: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        """Raises UserError unless every stage is on one rank, once."""
+        rows, layers = self.stage_of, self.layers
+        every = sorted(itertools.chain.from_iterable(rows))
+        if len({len(row) for row in rows}) != 1 or every != list(range(len(every))) or not every:
+            raise UserError(
+                f"placement is {shown(rows)}; it must have a row for each chunk, with a stage for each rank, and each of "
+                "the stages 0, 1, ... once"
+            )
+        for rank, own in enumerate(zip(*rows, strict=True)):
+            if list(own) != sorted(own):
+                raise UserError(f"placement has chunks {shown(own)} on rank {rank}; a rank's stages must ascend")
+        if layers is not None and (len(layers) != len(every) or min(layers) < 0):
+            raise UserError(
+                f"placement has layers {shown(layers)}; it must have a number for each of {len(every)} stages"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return len(self.stage_of[0])
+
+    @property
+    def chunks(self) -> int:
+        """Of each rank."""
+        return len(self.stage_of)
+
+    @functools.cached_property
+    def homes(self) -> tuple[tuple[int, int], ...]:
+        """The (chunk, rank) of each stage."""
+        places = itertools.product(range(self.chunks), range(self.ranks))
+        return tuple(sorted(places, key=lambda place: self.stage_of[place[0]][place[1]]))
+
+    @property
+    def turns(self) -> bool:
+        """Whether a rank sends to itself: it has two stages that follow each other."""
+        return self.ranks > 1 and any(a[1] == b[1] for a, b in itertools.pairwise(self.homes))
+
+    @property
+    def name(self) -> str:
+        """One of "loop", "v", "wave" and "own"; the layers do not count."""
+        bare = dataclasses.replace(self, layers=None)
+        if bare == loop(self.ranks, self.chunks):
+            return "loop"
+        return "own" if bare != wave(self.ranks, self.chunks) else "v" if self.chunks == 2 else "wave"
 
 
-def stage_number(chunk: int, rank: int, ranks: int, placement: str) -> int:
-    """The stage that a rank holds as its chunk `chunk`; chunks are assigned round-robin (2104.04473 section 2.2)."""
-    return 2 * ranks - 1 - rank if placement == "v" and chunk == 1 else chunk * ranks + rank
+@functools.lru_cache(maxsize=1024)
+def loop(ranks: int, chunks: int) -> Placement:
+    """Chunks round-robin: chunk c of rank r is stage c * ranks + r (2104.04473 section 2.2)."""
+    return Placement(tuple(tuple(range(chunk * ranks, (chunk + 1) * ranks)) for chunk in range(chunks)))
+
+
+@functools.lru_cache(maxsize=1024)
+def wave(ranks: int, chunks: int) -> Placement:
+    """Down the ranks and up again: a V of two chunks (2401.10241), a W of four (2308.15762), and so on."""
+    return Placement(tuple(row[:: -1 if chunk % 2 else 1] for chunk, row in enumerate(loop(ranks, chunks).stage_of)))
+
+
+def skips_slots(counts: Sequence[int]) -> bool:
+    """Whether stages with these numbers of (groups of) layers run the layers that they have only, and no empty slots.
+
+    If they differ by one, the stages with fewer wait for the others in any case.
+    """
+    return max(counts) - min(counts) > 1 or min(counts) == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +110,10 @@ class StageLayers:
     """The layers of each stage.
 
     Attributes:
-      layers: of the model; at least one (group) for each stage.
+      layers: of the model; at least one (group) for each stage, unless the placement says otherwise.
       ranks: of the pipeline.
       chunks: of each rank; a chunk is a stage.
-      placement: of the stages on ranks, "loop" or "v" (`Schedule.placement`).
+      placement: of the stages on ranks. None is replaced by `loop`.
       group: layers that stay together; it divides `layers`.
       kinds: the kind of each layer, of a model whose layers have different parameters (`of`). None: they have the same.
     """
@@ -55,14 +121,20 @@ class StageLayers:
     layers: int
     ranks: int = 1
     chunks: int = 1
-    placement: str = "loop"
+    placement: Placement | None = None
     group: int = 1
     kinds: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        """Raises UserError for chunks that the placement is not for."""
-        if problem := placement_problem(self.placement, self.chunks):
-            raise UserError(problem)
+        """Raises UserError for ranks, chunks or layers that the placement is not for."""
+        placement = self.placement or loop(self.ranks, self.chunks)
+        object.__setattr__(self, "placement", placement)
+        if (placement.chunks, placement.ranks) != (self.chunks, self.ranks):
+            given = f"{placement.chunks} chunks on each of {placement.ranks} ranks"
+            raise UserError(f"the placement is for {given}, not for {self.chunks} on each of {self.ranks}")
+        if (own := placement.layers) and (sum(own) != self.layers or any(count % self.group for count in own)):
+            groups = f", in groups of {self.group} that are recomputed together" if self.group > 1 else ""
+            raise UserError(f"the stages have {_runs(own)} layers, but the model has {self.layers}{groups}")
 
     @property
     def stages(self) -> int:
@@ -71,6 +143,8 @@ class StageLayers:
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
         """Layers of each stage, in the order of the model."""
+        if self.placement.layers is not None:
+            return self.placement.layers
         stages = self.stages
         order = [stages - 1, 0, *range(stages - 2, 0, -1)]
         short = set(order[: self.idle // self.group])
@@ -84,7 +158,8 @@ class StageLayers:
     @property
     def slots(self) -> int:
         """Slots of a stage: the layers of the largest."""
-        return -(-self.layers // (self.group * self.stages)) * self.group
+        own = self.placement.layers
+        return max(own) if own else -(-self.layers // (self.group * self.stages)) * self.group
 
     @property
     def rank_slots(self) -> int:
@@ -121,7 +196,8 @@ class StageLayers:
         """Where the layers of one kind are."""
         counts = tuple(stage.count(kind) for stage in self.stage_kinds)
         numbers = tuple(number for number, one in enumerate(self.kinds) if one == kind)
-        return KindLayers(len(numbers), self.ranks, self.chunks, self.placement, stage_counts=counts, numbers=numbers)
+        placement = dataclasses.replace(self.placement, layers=None)
+        return KindLayers(len(numbers), self.ranks, self.chunks, placement, stage_counts=counts, numbers=numbers)
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -136,12 +212,20 @@ class StageLayers:
     @property
     def in_groups(self) -> "StageLayers":
         """The groups of each stage, as layers."""
-        return dataclasses.replace(self, layers=self.layers // self.group, group=1)
+        own = self.placement.layers
+        counts = own and tuple(count // self.group for count in own)
+        placement = dataclasses.replace(self.placement, layers=counts)
+        return dataclasses.replace(self, layers=self.layers // self.group, placement=placement, group=1)
 
     @property
     def unequal_counts(self) -> tuple[int, ...] | None:
         """(Groups of) layers of each stage if these are not equal; None: they are."""
         return self.in_groups.counts if self.idle else None
+
+    @property
+    def skips_slots(self) -> bool:
+        """As the function, of (groups of) layers of one kind."""
+        return not self.kinds and skips_slots(self.in_groups.counts)
 
     @property
     def kind_slots(self) -> dict[str, int]:
@@ -169,13 +253,21 @@ class StageLayers:
         text = f"{self.layers} layers on {stages} stage{'s' * (stages > 1)}"
         if not self.idle:
             return f"{text}: {slots} on each"
+        total = stages * slots
+        unused = f"{self.idle} of {total} slots idle ({self.idle / total:.1%})"
+        if self.placement.layers:
+            return f"{text}: {_runs(self.counts)}; {unused}"
         short = sum(count < slots for count in self.counts)
         which = {1: "the last", 2: "the first and the last"}.get(short, f"the first and the last {short - 1}")
-        total = stages * slots
-        return (
-            f"{text}: {stages - short} of {slots} layers, {short} of {slots - self.group} ({which}); {self.idle} of {total} "
-            f"slots idle ({self.idle / total:.1%})"
-        )
+        return f"{text}: {stages - short} of {slots} layers, {short} of {slots - self.group} ({which}); {unused}"
+
+
+def _runs(counts: Sequence[int]) -> str:
+    """Numbers in words, those that are repeated once: "0, 14 times 9, 0"."""
+    runs = [(count, len(list(same))) for count, same in itertools.groupby(counts)]
+    return ", ".join(
+        f"{times} times {count}" if times > 2 else ", ".join([str(count)] * times) for count, times in runs
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from megajax.schedules.one_f_one_b import depth_first
 from megajax.schedules.registry import Slots, register
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Operation, Schedule, pack
 from megajax.schedules.simulate import Costs
+from megajax.schedules.stages import loop, wave
 
 
 def split_bubble(stages: int, microbatches: int, chunks: int, costs: Costs, lockstep: bool) -> float:
@@ -54,7 +55,7 @@ def _v_slots(stages: int, microbatches: int, chunks: int) -> Slots:
     return Slots(min(2 * microbatches, 2 * stages), min(max(1, 2 * more + 1), 2 * stages - 1), inbox + 2)
 
 
-@register("zb_h1", split=True, paired=False, placement="loop", slots=_h1_slots, bubble=split_bubble, simplicity=4)
+@register("zb_h1", split=True, paired=False, placement=loop, slots=_h1_slots, bubble=split_bubble, simplicity=4)
 def zb_h1(stages: int, microbatches: int, chunks: int) -> Schedule:
     """ZB-H1 (2401.10241): 1F1B with a split backward; rank r delays W by r microbatches and ends with the delayed ones.
 
@@ -68,7 +69,7 @@ def zb_h1(stages: int, microbatches: int, chunks: int) -> Schedule:
     return _zero_bubble("zb_h1", stages, microbatches, 1, eager=1)
 
 
-@register("zb_h2", split=True, paired=False, placement="loop", simplicity=None)  # zb_h1 with more memory
+@register("zb_h2", split=True, paired=False, placement=loop, simplicity=None)  # zb_h1 with more memory
 def zb_h2(stages: int, microbatches: int, chunks: int) -> Schedule:
     """ZB-H2 (2401.10241): twice ZB-H1's warm-up and delay of W, so that no rank idles between its first and last op.
 
@@ -88,7 +89,7 @@ def zb_h2(stages: int, microbatches: int, chunks: int) -> Schedule:
     rounds=True,
     split=True,
     paired=False,
-    placement="loop",
+    placement=loop,
     slots=_1p_slots,
     bubble=split_bubble,
     one_chunk="zb_h1",
@@ -129,7 +130,7 @@ def _zero_bubble(name: str, stages: int, microbatches: int, chunks: int, *, eage
 
 
 @register(
-    "zb_v", chunks="two", split=True, paired=False, placement="v", slots=_v_slots, bubble=split_bubble, simplicity=6
+    "zb_v", chunks="two", split=True, paired=False, placement=wave, slots=_v_slots, bubble=split_bubble, simplicity=6
 )
 def zb_v(stages: int, microbatches: int, chunks: int) -> Schedule:
     """ZB-V (2401.10241 section 6; 2405.15362): two chunks on each rank, placed in a V: rank 0 has both ends.
@@ -200,7 +201,7 @@ class OrderWriter:
 
 
 def in_a_v(name: str, stages: int, microbatches: int, write: Callable[..., None], at_least: int = 0) -> Schedule:
-    """The schedule in V placement whose orders `write(writer, stages, rank)` writes.
+    """The schedule of two chunks in a V whose orders `write(writer, stages, rank)` writes.
 
     They are written for at least `at_least` microbatches; operations of other microbatches are then removed.
     """
@@ -219,5 +220,5 @@ def in_a_v(name: str, stages: int, microbatches: int, write: Callable[..., None]
         paired=False,
         parts={BACKWARD: 2},
         split=True,
-        placement="v",
+        placement=wave(stages, 2),
     )

@@ -117,6 +117,11 @@ class Trainer:
         self.request, self._fitted = output if isinstance(output, Request) else None, False
         self.output = output = output.output if isinstance(output, Request) else output
         if data is None:
+            if run.train.distill_weight:
+                raise ConfigError(
+                    "distill_weight needs batches with teacher_ids and teacher_logits, which no text has: pass "
+                    "Trainer(data=...) in Python, or omit --distill-weight."
+                )
             self.data = open_data(run)
         else:
             self.data = user_data(data, own.get("validation_data"), run, model_to_check(run, model, rules))

@@ -1,5 +1,6 @@
 """Batches of the user's, checked as they are read: on the host, in the thread that reads ahead."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,9 +22,10 @@ __all__ = ["UserBatches", "user_data"]
 
 def user_data(data: Any, validation: Any, run: RunConfig, model: PipelineModel) -> RunData:
     """Batches or samples of the user's as the data of a run; for arguments see `Trainer` and `UserBatches`."""
+    plain = type(model)(model.config, dataclasses.replace(model.context, teacher=None))  # validation has no teacher
     sets = validation if isinstance(validation, Mapping) else {DEFAULT_SET: validation}
     checked = {
-        name: UserBatches(_source(one, run, model, f"the data of {name}"), run, model)
+        name: UserBatches(_source(one, run, plain, f"the data of {name}"), run, plain)
         for name, one in sets.items()
         if one is not None
     }

@@ -12,9 +12,9 @@ from megajax.estimate import model_costs
 from megajax.estimate.communication import TICKS, collectives
 from megajax.pipeline.program import StepProgram
 from megajax.schedules.errors import counted
-from megajax.schedules.stages import stage_number
 
 ORDER = "order of operations"
+PLACED = {"v": ", as a v", "wave": ", as a wave", "own": ", in an order of their own"}
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -37,8 +37,7 @@ class ProgramDifference(NamedTuple):
 def facts(program: StepProgram) -> dict[str, Any]:
     """The description by name, in the order in which differences are listed."""
     run, parallel, executed, layers = program.run, program.run.parallel, program.executed, program.layers
-    chunks, ranks = range(parallel.chunks), range(parallel.pipe)
-    places = [[stage_number(chunk, rank, parallel.pipe, layers.placement) for chunk in chunks] for rank in ranks]
+    places = zip(*layers.placement.stage_of, strict=True)
     found = {
         "schedule": {
             "name": executed.name,
@@ -59,7 +58,7 @@ def facts(program: StepProgram) -> dict[str, Any]:
         "slots": program.slots._asdict(),
         "layers of a rank": {
             "counts": [sum(layers.counts[stage] for stage in of_rank) for of_rank in places],
-            "placement": layers.placement if parallel.chunks > 1 else "loop",
+            "placement": layers.placement.name,
         },
         "parameters": {
             **{axis: getattr(parallel, axis) for axis in ("pipe", "tensor", "expert")},
@@ -129,7 +128,7 @@ def _options(value: Mapping[str, Any]) -> str:
 def _layers(value: Mapping[str, Any]) -> str:
     counts = value["counts"]
     equal = f"{counts[0]} on each of {len(counts)}" if len(counts) > 1 else str(counts[0])
-    return (equal if len({*counts}) == 1 else ", ".join(map(str, counts))) + ", as a v" * (value["placement"] == "v")
+    return (equal if len({*counts}) == 1 else ", ".join(map(str, counts))) + PLACED.get(value["placement"], "")
 
 
 def _split(value: Mapping[str, Any]) -> str:

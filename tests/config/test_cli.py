@@ -71,6 +71,7 @@ def text_and_value(field: dataclasses.Field):
         float: ("0.25", 0.25),
         float | None: ("0.25", 0.25),
         str: ("4", "4"),
+        str | None: ("4", "4"),
         tuple[int, ...]: ("8,4,100", (8, 4, 100)),
         tuple[str, ...]: ("tensor,pipe,data", ("tensor", "pipe", "data")),
     }[field.type]
@@ -381,7 +382,7 @@ def test_stages_and_chunks_default_to_the_schedule_files(tmp_path):
     run = run_of(f"--schedule {path} --microbatch-size 4", device_count=2)
     run.validate(2)
     assert (run.parallel.pipe, run.parallel.chunks) == (2, 2)
-    assert StepProgram.of(run).schedule.placement == "v"
+    assert StepProgram.of(run).schedule.placement.name == "v"
     for words, message in [
         ("--chunks 1", "has 2 chunks and the run 1: pass --chunks 2"),
         ("--global-batch-size 16", "has 8 microbatches and the run 4: pass --global-batch-size 32"),

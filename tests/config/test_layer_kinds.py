@@ -10,7 +10,7 @@ from megajax.config import ConfigError, ParallelConfig
 from megajax.config.layer_kinds import pattern_of, read_pattern
 from megajax.estimate import model_costs
 from megajax.estimate.flops import forward_flops
-from megajax.schedules.stages import StageLayers
+from megajax.schedules.stages import StageLayers, loop, wave
 from tests import small
 from tests.dense_experts import ALTERNATING, FIRST_DENSE, UNEVEN
 
@@ -130,8 +130,8 @@ def test_parameters_and_flops(model):
 
 def test_where_layers_are():
     """Seven layers on two ranks with two chunks each: 2, 2, 2 and 1 of them."""
-    for placement in ("loop", "v"):
-        where = StageLayers(7, 2, 2, placement, kinds=SEVEN)
+    for place in (loop, wave):
+        where = StageLayers(7, 2, 2, place(2, 2), kinds=SEVEN)
         assert where.stage_kinds == (("dense",) * 2, ("sparse",) * 2, ("dense", "sparse"), ("sparse",))
         dense, sparse = where.of("dense"), where.of("sparse")
         assert (dense.counts, dense.numbers, dense.slots) == ((2, 0, 1, 0), (0, 1, 4), 2)
@@ -143,18 +143,18 @@ def test_where_layers_are():
     assert StageLayers(8, 2, 2, kinds=("dense", "sparse") * 4).same_stages
 
 
-@pytest.mark.parametrize("placement", ["loop", "v"])
-def test_a_layout_and_back(placement):
+@pytest.mark.parametrize("place", [loop, wave])
+def test_a_layout_and_back(place):
     from megajax.pipeline.layout import from_pipeline_layout, to_pipeline_layout
 
-    where = StageLayers(7, 2, 2, placement, kinds=SEVEN)
+    where = StageLayers(7, 2, 2, place(2, 2), kinds=SEVEN)
     blocks = {
         "dense": {"w": 1 + np.arange(6.0).reshape(3, 2)},
         "sparse": {"w": 10 + np.arange(8.0).reshape(4, 2), "b": 1 + np.arange(4.0)},
     }
     there = to_pipeline_layout(blocks, where)
     assert there["dense"]["w"].shape == (2, 2, 2, 2)
-    last = 0 if placement == "v" else 1  # the rank of the last stage
+    last = 0 if place is wave else 1  # the rank of the last stage
     np.testing.assert_array_equal(there["sparse"]["b"][1, last], [4, 0])
     np.testing.assert_array_equal(there["sparse"]["b"][0, 0], [0, 0])
     jax.tree.map(np.testing.assert_array_equal, from_pipeline_layout(there, where), blocks)

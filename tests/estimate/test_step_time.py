@@ -26,7 +26,7 @@ CLOSED_FORMS = [
     (name, chunks)
     for name, spec in SPECS.items()
     if spec.bubble and spec.drains
-    for chunks in {"one": (1,), "two": (2,), "any": (2, 3)}[spec.chunks]
+    for chunks in {"one": (1,), "two": (2,), "even": (2, 4), "any": (2, 3)}[spec.chunks]
 ]
 
 

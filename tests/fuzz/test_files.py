@@ -94,9 +94,8 @@ def test_every_field_of_a_configuration_refuses_every_other_kind_of_value(tmp_pa
 
 operations = st.tuples(st.sampled_from("FBIW") | texts, st.integers(-1, 3) | values, st.integers(-1, 4) | values)
 orders = st.lists(st.lists(operations.map(list) | values, max_size=8) | values, max_size=4) | values
-schedules = (
-    st.fixed_dictionaries({"orders": orders}, optional={"placement": st.just("v") | values, "paired": values}) | values
-).map(json.dumps)
+placed = {"placement": st.just("v") | st.just([[0]]) | values, "layers": values, "paired": values}
+schedules = (st.fixed_dictionaries({"orders": orders}, optional=placed) | values).map(json.dumps)
 cells = (
     st.builds("{}{}{}".format, st.integers(0, 5) | texts, st.sampled_from("FBIWX"), st.integers(0, 5) | texts) | texts
 )

@@ -16,7 +16,7 @@ from megajax.estimate import hlo
 from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
 from megajax.pipeline.layout import to_pipeline_layout
 from megajax.runtime.mesh import make_mesh
-from megajax.schedules.stages import StageLayers
+from megajax.schedules.stages import StageLayers, loop, wave
 from tests import small
 from tests.collective_order import beside_loops
 from tests.models.test_cached import recomputed
@@ -117,18 +117,18 @@ def test_embedding_and_head_on_single_ranks():
 
 
 @pytest.mark.parametrize(
-    ("layers", "placement", "group"),
+    ("layers", "place", "group"),
     [
-        *(pytest.param(*layout, marks=pytest.mark.slow) for layout in [(5, "v", 1), (4, "loop", 1), (4, "v", 1)]),
-        pytest.param(6, "loop", 1, marks=pytest.mark.slow),
-        pytest.param(10, "loop", 2, marks=pytest.mark.slow),
+        *(pytest.param(*layout, marks=pytest.mark.slow) for layout in [(5, wave, 1), (4, loop, 1), (4, wave, 1)]),
+        pytest.param(6, loop, 1, marks=pytest.mark.slow),
+        pytest.param(10, loop, 2, marks=pytest.mark.slow),
     ],
 )
-def test_weights_of_any_training_layout(layers, placement, group):
+def test_weights_of_any_training_layout(layers, place, group):
     """Interleaved chunks and the v-shaped placement of zb_v and dualpipe_v; uneven stages, of groups of layers too."""
     model = dataclasses.replace(GPT, layers=layers)
     decoder = decoder_on((1, 2, 1), model, DecodeSizes(5, 30, 4))
-    where = StageLayers(layers, 2, 2, placement, group)
+    where = StageLayers(layers, 2, 2, place(2, 2), group)
     blocks = jax.device_put(stored(model, where)["blocks"], NamedSharding(decoder.mesh, P(None, "pipe")))
     weights, wanted = decoder.weights(stored(model, where) | {"blocks": blocks}, where), loaded(decoder, model)
     jax.tree.map(np.testing.assert_array_equal, weights, wanted)

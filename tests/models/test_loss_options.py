@@ -1,4 +1,4 @@
-"""--z-loss and --label-smoothing under both placements of the vocabulary, against optax's loss of the unpipelined model."""
+"""--z-loss, --label-smoothing and --distill-weight under both placements of the vocabulary, against optax's losses."""
 
 import dataclasses
 
@@ -17,6 +17,7 @@ from megajax.train.step import make_training
 from tests import small
 
 OPTIONS = {"z_loss": 0.01, "label_smoothing": 0.2}
+OPTIONS |= {"distill_weight": 0.75, "distill_temperature": 2.0, "distill_top": 5}
 CONFIG = dataclasses.replace(small.LLAMA, layers=4)
 
 
@@ -29,6 +30,9 @@ class Judge(GPT):
         targets = optax.smooth_labels(jax.nn.one_hot(labels, self.vocabulary), OPTIONS["label_smoothing"])
         losses = optax.softmax_cross_entropy(logits, targets)
         losses += OPTIONS["z_loss"] * jax.nn.logsumexp(logits, axis=-1) ** 2
+        hot = jax.nn.one_hot(microbatch["teacher_ids"], self.vocabulary)
+        teacher = (jax.nn.softmax(microbatch["teacher_logits"] / 2)[..., None] * hot).sum(-2)
+        losses = 0.25 * losses + 0.75 * 4 * optax.losses.kl_divergence(jax.nn.log_softmax(logits / 2), teacher)
         return (jnp.where(labels == IGNORED_LABEL, 0, losses) * microbatch["weights"]).sum()
 
 
@@ -43,6 +47,9 @@ def test_the_loss_is_that_of_optax(placement, schedule, chunks):
         small.busy_params(CONFIG),
         small.make_batch(run),
     )
+    plain_batch, random = dict(batch), np.random.default_rng(5)
+    ids = np.argsort(random.random((*batch["tokens"].shape, CONFIG.vocabulary)), -1)[..., :5].astype(np.int32)
+    batch |= {"teacher_ids": ids, "teacher_logits": random.normal(size=ids.shape).astype(np.float32)}
     batch["labels"] = batch["labels"].copy()  # a view of the tokens' array
     batch["labels"][0, 0, 3] = IGNORED_LABEL  # its weight becomes 0
     placed = small.place(training, params)
@@ -53,8 +60,8 @@ def test_the_loss_is_that_of_optax(placement, schedule, chunks):
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     found = small.canonical(gradients, training)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=2e-5), found, slopes)
-    plain = jax.jit(lambda params: mean_loss(small.build_model(CONFIG), params, batch))(params)
-    np.testing.assert_allclose(training.evaluate(placed, batch), plain, rtol=1e-5)  # validation has the cross entropy
+    plain = jax.jit(lambda params: mean_loss(small.build_model(CONFIG), params, plain_batch))(params)
+    np.testing.assert_allclose(training.evaluate(placed, plain_batch), plain, rtol=1e-5)  # the cross entropy alone
 
 
 def test_a_loss_without_them_refuses_them():

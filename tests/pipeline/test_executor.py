@@ -1,5 +1,6 @@
 """The executor on a model of this file, not a transformer: any pure embed, block and head_loss, and any schedule."""
 
+import dataclasses
 import json
 import types
 
@@ -17,8 +18,12 @@ from megajax.pipeline.executor import ExecutorOptions, gradient_function
 from megajax.pipeline.options import stashes_nothing
 from megajax.pipeline.program import StepProgram
 from megajax.pipeline.split_backward import split_backward
+from megajax.schedules.greedy import list_schedule
+from megajax.schedules.io import save
 from megajax.schedules.registry import make_schedule
-from megajax.schedules.stages import StageLayers
+from megajax.schedules.schedule import Schedule, pack
+from megajax.schedules.simulate import Costs
+from megajax.schedules.stages import Placement, StageLayers
 from tests import small
 
 LAYERS, WIDTH, SAMPLES, LENGTH = 8, 8, 2, 4
@@ -85,10 +90,12 @@ def layers_for(stages, chunks):
     return max(LAYERS, stages * chunks)
 
 
-def run(name, stages, microbatches, chunks, data=1, program=None, layers=None, **options):
+def run(name, stages, microbatches, chunks, data=1, program=None, layers=None, own=None, **options):
+    """`own`: the layers of each stage."""
     schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks, **options)
+    placement = dataclasses.replace(schedule.placement, layers=own)
     mesh = jax.make_mesh((data, stages, 1), ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    where = StageLayers(layers or layers_for(stages, chunks), stages, chunks, schedule.placement)
+    where = StageLayers(layers or layers_for(stages, chunks), stages, chunks, placement)
     params, batch = problem(microbatches, data, where.layers)
     blocks = layout.to_pipeline_layout(params["blocks"], where)
     counts = {"block_counts": where.counts} if where.idle else {}
@@ -287,6 +294,40 @@ def test_nan_from_empty_slots_reaches_nothing(name, program, monkeypatch):
 def test_gradients_when_the_ends_do_not_coincide(name, chunks, options, share_ends):
     """Several combinations of head, embedding and its backward, in branches of one conditional, some of them masked."""
     check(name, 4, 16, chunks, program={"in_place": True, "merged": True, "share_ends": share_ends}, **options)
+
+
+OWN = ("hanayo", 2, 3, 2, (0, 3, 5, 0), {})  # a wave, unequal stages, and ends on stages of their own
+OWN_LONG = [
+    ("hanayo", 4, 6, 4, None, {}), ("hanayo", 2, 4, 4, (0, 2, 1, 1, 0, 3, 1, 0), {}),
+    ("hanayo", 2, 2, 2, None, {"in_place": True}), ("1f1b", 4, 3, 1, (0, 3, 5, 0), {"in_place": True}),
+    ("zb_h1", 4, 5, 1, (0, 4, 4, 0), {}), ("gpipe", 4, 4, 1, (0, 4, 4, 0), {"compute_bubbles": True}),
+    ("interleaved_1f1b", 2, 4, 2, (0, 5, 1, 2), {}), ("interleaved_1f1b", 2, 4, 2, (0, 5, 3, 0), {"in_place": True}),
+    ("eager_1f1b", 4, 5, 1, (0, 5, 3, 0), {"in_place": True, "share_ends": True}), ("looped_bfs", 2, 4, 2, (3, 1, 4, 0), {}),
+    ("zb_v", 2, 4, 2, (0, 4, 3, 1), {}), ("zb_v", 4, 6, 2, (0, 1, 3, 0, 2, 1, 1, 0), {"in_place": True}),
+    ("dualpipe_v", 2, 5, 2, (0, 4, 4, 0), {}), ("dualpipe_v", 2, 5, 2, (0, 3, 5, 0), {"in_place": True}),
+    ("zb_1p_interleaved", 2, 4, 2, (1, 4, 2, 1), {"in_place": True}), ("1f1b", 4, 5, 1, (0, 4, 4, 0), {"share_ends": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "chunks", "own", "program"),
+    [OWN] + [pytest.param(*case, marks=pytest.mark.slow) for case in OWN_LONG],
+)
+def test_gradients_with_waves_and_stages_of_any_number_of_layers(name, stages, microbatches, chunks, own, program):
+    """Stages without blocks only embed or compute the loss, or pass on what they receive."""
+    check(name, stages, microbatches, chunks, layers=own and sum(own), own=own, program=program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [{}, {"in_place": True}], ids=str)
+def test_gradients_in_an_order_of_chunks_of_ones_own(program, tmp_path):
+    """Rank 0 has the first two stages and the fifth; rank 1 two that follow each other, and the last."""
+    placement, own = Placement(((0, 2), (1, 3), (4, 5))), (1, 2, 0, 3, 1, 1)
+    table = Schedule("mine", 2, 4, 3, False, (), dataclasses.replace(placement, layers=own))
+    orders = list_schedule(table, Costs(), 12, lambda operation, rank: (operation.microbatch, -operation.chunk))
+    made = pack("mine", orders, microbatches=4, chunks=3, paired=False, placement=table.placement)
+    save(made, str(tmp_path / "mine.json"))
+    check(str(tmp_path / "mine.json"), 2, 4, 3, layers=8, own=own, program=program)
 
 
 ONE_CHUNK = ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2", "auto")

@@ -18,23 +18,23 @@ from megajax.pipeline.layout import (
     vary,
 )
 from megajax.schedules.schedule import Schedule
-from megajax.schedules.stages import StageLayers
+from megajax.schedules.stages import StageLayers, loop, wave
 
 
 @pytest.mark.parametrize(
-    ("placement", "layers"),
-    [("loop", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]), ("v", [[[0, 1], [2, 3]], [[6, 7], [4, 5]]])],
+    ("place", "layers"),
+    [(loop, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]), (wave, [[[0, 1], [2, 3]], [[6, 7], [4, 5]]])],
 )
-def test_layers_of_two_chunks_on_two_ranks(placement, layers):
+def test_layers_of_two_chunks_on_two_ranks(place, layers):
     """[chunk][rank] lists of layers, as the module's docstring shows them."""
-    got = to_pipeline_layout({"w": np.arange(8)}, StageLayers(8, 2, 2, placement))
+    got = to_pipeline_layout({"w": np.arange(8)}, StageLayers(8, 2, 2, place(2, 2)))
     assert got["w"].tolist() == layers
 
 
 @settings(max_examples=12)  # each shape compiles
-@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2), st.sampled_from(["loop", "v"]))
-def test_layers_are_where_the_schedule_places_their_stage(data, ranks, chunks, group, placement):
-    chunks = 2 if placement == "v" else chunks
+@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2), st.sampled_from([loop, wave]))
+def test_layers_are_where_the_schedule_places_their_stage(data, ranks, chunks, group, place):
+    placement = place(ranks, chunks)
     groups = data.draw(st.integers(ranks * chunks, 3 * ranks * chunks))
     where = StageLayers(groups * group, ranks, chunks, placement, group)
     canonical = 1 + np.arange(where.layers * 3).reshape(-1, 3)

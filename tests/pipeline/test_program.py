@@ -141,7 +141,7 @@ def test_a_program_describes_itself():
         "layers    7 layers on 4 stages: 3 of 2 layers, 1 of 1 (the last); 1 of 8 slots idle (12.5%)",
     ]
     program = StepProgram.of(run)
-    assert program.layers.placement == "v" and program.vocabulary_over_pipe
+    assert program.layers.placement.name == "v" and program.vocabulary_over_pipe
     assert not StepProgram.of(run, vocabulary_over_pipe=False).vocabulary_over_pipe  # of a user's rules
     assert program.schedule_of(4).microbatches == 4
 

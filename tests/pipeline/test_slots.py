@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from megajax.pipeline.slots import slot_tables
 from megajax.schedules.registry import make_schedule
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+from megajax.schedules.stages import loop, wave
 from tests.schedules.cases import named_schedules
 
 
@@ -95,10 +96,10 @@ def test_every_read_finds_its_value(schedule):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4), st.sampled_from(["loop", "v"]))
-def test_every_read_finds_its_value_without_backwards(stages, microbatches, chunks, placement):
-    chunks = 2 if placement == "v" else chunks
-    replay(make_schedule("forward_only", stages=stages, microbatches=microbatches, chunks=chunks, placement=placement))
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4), st.sampled_from([loop, wave]))
+def test_every_read_finds_its_value_without_backwards(stages, microbatches, chunks, place):
+    sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    replay(make_schedule("forward_only", **sizes, placement=place(stages, chunks)))
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 2), (8, 3), (8, 4)])

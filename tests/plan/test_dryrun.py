@@ -76,7 +76,7 @@ def test_it_says_which_stages_have_fewer_layers(capsys):
 @pytest.mark.parametrize("name", names())
 def test_the_model_prices_every_schedule(name, capsys):
     spec = find(name)
-    chunks = {"one": 1, "two": 2, "any": 2}[spec.chunks]
+    chunks = {"one": 1, "two": 2, "even": 2, "any": 2}[spec.chunks]
     words = (
         f"--model gpt2 --gpu h100-80gb --pipe 2 --global-batch-size 8 --schedule {name} --chunks {chunks} --model-only"
     )

@@ -94,7 +94,7 @@ def test_what_must_stay_is_not_proposed():
 @pytest.mark.parametrize("name", names())
 def test_every_schedule_gets_a_proposal(name, capsys):
     """Those without closed forms too, in seconds; `auto` with its options."""
-    chunks = {"one": 1, "two": 2, "any": 2}[find(name).chunks]
+    chunks = {"one": 1, "two": 2, "even": 2, "any": 2}[find(name).chunks]
     words = f"--model gpt3-13b --gpu h100-80gb --pipe 4 --global-batch-size 16 --microbatch-size 2 --schedule {name}"
     live = " --live-chunks 4" if name == "auto" else ""
     assert dryrun.main(f"{words} --chunks {chunks}{live} --recompute none --model-only".split()) == 1

@@ -14,7 +14,9 @@ def named_schedules(draw, most_stages=6):
     """A schedule with p up to `most_stages`, v up to 4, and m up to about 3p where that is legal."""
     name, stages = draw(st.sampled_from(NAMED)), draw(st.integers(1, most_stages))
     spec = find(name)
-    chunks = {"one": st.just(1), "two": st.just(2), "any": st.integers(1, 4)}[spec.chunks]
+    chunks = {"one": st.just(1), "two": st.just(2), "even": st.sampled_from([2, 4]), "any": st.integers(1, 4)}[
+        spec.chunks
+    ]
     microbatches = draw(st.integers(1, 3 * stages + 1))
     if spec.fewest_microbatches(stages) > 1:
         microbatches += spec.fewest_microbatches(stages)

@@ -20,7 +20,7 @@ def test_json(capsys):
         "stages": 4,
         "microbatches": 8,
         "chunks": 2,
-        "placement": "loop",
+        "placement": [[0, 1, 2, 3], [4, 5, 6, 7]],
         "ticks": 8 * 2 + 4 + 2 * 3,
     }
     assert got["orders"][3][:6] == [["F", 0, 0], ["F", 0, 1], ["F", 0, 2], ["F", 0, 3], ["F", 1, 0], ["B", 1, 0]]

@@ -376,3 +376,22 @@ def test_v_placement_is_its_own_inverse_pair():
     assert [schedule.stage(1, rank) for rank in range(4)] == [7, 6, 5, 4]
     assert all(schedule.stage(*schedule.home(stage)) == stage for stage in range(8))
     assert slot_tables(schedule).stash_slots == 8
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("waves", [1, 2, 3])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_hanayos_bubble_falls_with_the_waves(stages, waves, rounds):
+    """In chunk forwards at least 3(p - 1), the way of a microbatch to the last rank and back; 4(p - 1) with one wave and p
+    microbatches, 2/3 of 1F1B's.
+    """
+    microbatches, chunks = rounds * stages, 2 * waves
+    schedule = make_schedule("hanayo", stages=stages, microbatches=microbatches, chunks=chunks)
+    simulation, least = simulate_lockstep(schedule), 3 * (stages - 1)
+    bubble = simulation.makespan - simulation.ideal
+    assert least <= bubble <= (1.5 if waves < 3 else 2.7) * least
+    one = simulate_lockstep(make_schedule("1f1b", stages=stages, microbatches=microbatches))
+    assert simulation.bubble <= (0.67 if waves == 1 else 0.5) * one.bubble
+    if rounds == waves == 1:
+        assert bubble == 4 * (stages - 1) and simulation.bubble == pytest.approx(2 / 3 * one.bubble)
+    assert max(simulation.peak_live) <= (chunks * stages if rounds == 1 else (chunks + 1) * stages)

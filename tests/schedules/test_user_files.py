@@ -176,7 +176,7 @@ def test_a_file_is_imported_once(example):
         ),
         (
             "from megajax.schedules.registry import register\n@register('mine', chunks=2)\ndef mine(): pass",
-            r"register\('mine'\) has chunks=2: choose from 'one', 'two', 'any'",
+            r"register\('mine'\) has chunks=2: choose from 'one', 'two', 'even', 'any'",
         ),
         (
             "from megajax.schedules.registry import register\n@register('mine.csv')\ndef mine(): pass",

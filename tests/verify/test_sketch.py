@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline import layout
-from megajax.schedules.stages import StageLayers
+from megajax.schedules.stages import StageLayers, wave
 from megajax.verify import sketch
 
 RANDOM = np.random.default_rng(3)
@@ -30,7 +30,7 @@ def test_a_sketch_does_not_depend_on_sharding_layout_or_padding():
     want = np.asarray(sketch.tensor_sketches({"blocks": {"w": layers[None, None]}}, StageLayers(8))["blocks/w"])
     assert want.shape == (8, sketch.WIDTH)
     mesh = jax.make_mesh((2, 2), ("pipe", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    where = StageLayers(8, ranks=2, chunks=2, placement="v")
+    where = StageLayers(8, ranks=2, chunks=2, placement=wave(2, 2))
     pieces = layout.to_pipeline_layout(layers, where)
     pieces = jax.device_put(pieces, NamedSharding(mesh, P(None, "pipe", None, None, "tensor")))
     got = jax.jit(lambda w: sketch.tensor_sketches({"blocks": {"w": w}}, where))(pieces)["blocks/w"]

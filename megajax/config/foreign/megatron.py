@@ -13,18 +13,9 @@ MEGATRON: dict[str, Entry] = {
     "--num-virtual-stages-per-pipeline-rank": ("--chunks", "with --schedule interleaved_1f1b"),
     "--virtual-pipeline-model-parallel-size": ("--chunks", "with --schedule interleaved_1f1b"),
     "--microbatch-group-size-per-virtual-pipeline-stage": ("--group-size", ""),
-    "--pipeline-model-parallel-layout": (
-        "",
-        "not needed: the last and the first stage have fewer layers if the stages do not divide them",
-    ),
-    "--decoder-first-pipeline-num-layers": (
-        "",
-        "not needed: the last and the first stage have fewer layers if the stages do not divide them",
-    ),
-    "--decoder-last-pipeline-num-layers": (
-        "",
-        "not needed: the last and the first stage have fewer layers if the stages do not divide them",
-    ),
+    "--pipeline-model-parallel-layout": ("--pipeline-layout", ""),
+    "--decoder-first-pipeline-num-layers": ("--pipeline-layout", "the layers of all stages"),
+    "--decoder-last-pipeline-num-layers": ("--pipeline-layout", "the layers of all stages"),
     "--account-for-embedding-in-pipeline-split": ("", "not needed: embedding and head are split over all stages"),
     "--account-for-loss-in-pipeline-split": ("", "not needed: embedding and head are split over all stages"),
     "--context-parallel-size": ("--context", ""),
