@@ -4,7 +4,8 @@ XLA looks an instruction up by its name and uses its own model for the others, w
 matmul that reads its weight, or adds its gradient, in the stacked arrays is a fusion, for which it expects 0.01 us; and an
 asynchronous slice of a small array (a norm's weight, a bias) has 5,000 us (jaxlib 0.12.0.1). Both have names of their own,
 `dynamic_slice_fusion.7` and `fusion-start.7`, so that a run has a profile before its step is compiled (`profile_of_run`). So
-has a kernel of Pallas, `pallas_call.7`, for which it expects 1,000 us. A compiled program has the times of all its instructions, for a second compilation (`profile_of_program`).
+has a kernel of Pallas, `pallas_call.7`, for which it expects 1,000 us. A compiled program has the times of all its
+instructions, for a second compilation (`profile_of_program`).
 """
 
 from collections.abc import Mapping
@@ -40,12 +41,8 @@ def profile_of_run(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bytes:
         return b""
     mean = sum(one / rates.matmul_rate(one) for one in flops) / len(flops)
     kinds = [(IN_PLACE_MATMUL, mean), (SLICE, rates.gap)]
-    if (
-        StepProgram.of(run).gates_in_one_pass
-        and is_gated(costs)
-        and not costs.experts
-        and run.parallel.attention == "cudnn"
-    ):
+    alone = not costs.experts and run.parallel.attention == "cudnn"
+    if alone and is_gated(costs) and StepProgram.of(run).gates_in_one_pass:
         up = next(value.per_token for value in costs.kept if value.name == "up") / run.parallel.tensor
         item = ITEMSIZE[run.train.precision]
         kinds.append((PALLAS, 3 * up * item * rows_of(costs, run.parallel) / rates.memory))
