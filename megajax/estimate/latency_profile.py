@@ -3,23 +3,21 @@
 XLA looks an instruction up by its name and uses its own model for the others, which is wrong about two kinds of them. A
 matmul that reads its weight, or adds its gradient, in the stacked arrays is a fusion, for which it expects 0.01 us; and an
 asynchronous slice of a small array (a norm's weight, a bias) has 5,000 us (jaxlib 0.12.0.1). Both have names of their own,
-`dynamic_slice_fusion.7` and `fusion-start.7`, so that a run has a profile before its step is compiled (`profile_of_run`). So
-has a kernel of Pallas, `pallas_call.7`, for which it expects 1,000 us. A compiled program has the times of all its
-instructions, for a second compilation (`profile_of_program`).
+`dynamic_slice_fusion.7` and `fusion-start.7`, so that a run has a profile before its step is compiled (`profile_of_run`). A
+compiled program has the times of all its instructions, for a second compilation (`profile_of_program`).
 """
 
 from collections.abc import Mapping
 
 from megajax.config import ConfigError, RunConfig
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.memory import ITEMSIZE, is_gated, rows_of
+from megajax.estimate.memory import rows_of
 from megajax.estimate.program_account import account_arguments
 from megajax.estimate.rates import rates_of
 from megajax.estimate.roofline import seconds_by_name
 from megajax.models.costs import ModelCosts
-from megajax.pipeline.program import StepProgram
 
-IN_PLACE_MATMUL, SLICE, PALLAS = "dynamic_slice_fusion", "fusion-start", "pallas_call"
+IN_PLACE_MATMUL, SLICE = "dynamic_slice_fusion", "fusion-start"
 MOST_NAMES = 4096  # numbers that the names have; GPT-3 175B's step, with 18 loops over blocks, has 216 and 234
 
 
@@ -28,8 +26,7 @@ def profile_of_run(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bytes:
 
     Returns:
       A ProfiledInstructionsProto as text, names and microseconds; empty if the model has no matmuls, or the GPU no
-      published rate for the run's precision. Pallas's kernels are in it if a program's are all of one kind, those of gates
-      (`megajax.ops.gated_down`).
+      published rate for the run's precision.
     """
     sizes = [one.on_device(run.parallel.tensor) for one in costs.matmuls]
     flops = [2 * rows_of(costs, run.parallel) * inputs * outputs for inputs, outputs in sizes]
@@ -40,12 +37,7 @@ def profile_of_run(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bytes:
     if not flops:
         return b""
     mean = sum(one / rates.matmul_rate(one) for one in flops) / len(flops)
-    kinds = [(IN_PLACE_MATMUL, mean), (SLICE, rates.gap)]
-    alone = not costs.experts and run.parallel.attention == "cudnn"
-    if alone and is_gated(costs) and StepProgram.of(run).gates_in_one_pass:
-        up = next(value.per_token for value in costs.kept if value.name == "up") / run.parallel.tensor
-        item = ITEMSIZE[run.train.precision]
-        kinds.append((PALLAS, 3 * up * item * rows_of(costs, run.parallel) / rates.memory))
+    kinds = ((IN_PLACE_MATMUL, mean), (SLICE, rates.gap))
     endings = ["", *(f".{number}" for number in range(1, MOST_NAMES))]
     return _profile({kind + ending: seconds for kind, seconds in kinds for ending in endings})
 
