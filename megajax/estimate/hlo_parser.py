@@ -14,8 +14,7 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all
 # or in Mosaic. In the names of tokamax's, its own follow.
 OWN = re.compile(r'/((?:flash_attention|grouped_matmul|gated)_\w+)/(?:[^"]*/)?(?:pallas_call|mpmd_map)"')
 GROUPED = "grouped_matmul"  # their names begin so
-ADDS = f"{GROUPED}_add"  # adds to one of the n parts of its result [n, ...], which has the place of an operand
-GATED = "gated_gradients"  # of megajax/ops/gated_down.py; reads one of the n parts of its second operand
+GATED = "gated_gradients"  # of megajax/ops/gated_down.py, without a matmul
 # Custom calls, attention's included.
 MATMULS = re.compile(rf"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha|{OWN.pattern}")
 TARGET = re.compile(r'custom_call_target="([^"]*)"')

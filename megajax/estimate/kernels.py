@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from megajax.estimate.hlo_parser import (
-    ADDS,
-    GATED,
     KINDS,
     Line,
     array_bytes,
@@ -51,6 +49,8 @@ WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')  # 0: none
 # Matmuls in the two kernels of a backward of megajax/ops/flash_attention.py or of tokamax, by the number of gradients.
 OWN_BACKWARD = "flash_attention_backward"
 OWN_PRODUCTS = {1: 3, 2: 4}
+# Own kernels that read or update one part of a stack in place, and the number of a stack's axes.
+IN_STACKS = {"grouped_matmul_product": 4, "grouped_matmul_add": 4, "gated_gradients": 3}
 SCALAR = 1024  # bytes: what a fusion does with smaller arrays (loop counters, slots) does not decide its class
 
 
@@ -93,12 +93,9 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
     read, written = sum(inputs), out
     if line.op == "custom-call":  # cuBLAS, cuDNN: operands and results are read and written whole
         written = _results(line)
-        if kernel_name(line).startswith(ADDS):
-            others = written - written // arrays(line.type)[0][1][0]
-            read, written = read - others, written - others
-        if kernel_name(line) == GATED:
-            stack = types[operands(line)[1]]
-            read -= inputs[1] - inputs[1] // arrays(stack)[0][1][0]
+        if stack_axes := IN_STACKS.get(kernel_name(line).rstrip("0123456789.")):
+            read -= sum(_other_parts(types.get(name, ""), stack_axes) for name in operands(line))
+            written -= _other_parts(line.type, stack_axes)
         return _products(line.name, read, written, [line], types) or Kernel(line.name, "elementwise", read, written)
     if line.op in ("dynamic-slice", "slice", "gather"):
         read = out
@@ -115,6 +112,12 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
 
 def _size(type_: str) -> int:
     return sum(map(array_bytes, arrays(type_)))
+
+
+def _other_parts(type_: str, stack_axes: int) -> int:
+    """Bytes of the parts that a kernel does not touch of the arrays that are stacks, those of so many axes."""
+    stacks = [array for array in arrays(type_) if len(array[1]) == stack_axes]
+    return sum(array_bytes(stack) // stack[1][0] * (stack[1][0] - 1) for stack in stacks)
 
 
 def _results(line: Line) -> int:

@@ -213,6 +213,13 @@ def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
     return parallel.microbatch_size * (model.sequence_length // parallel.context)
 
 
+def kept_by_matmuls(run: RunConfig, item: int) -> int:
+    """Of the bytes of `kept_of_block` those of the results of column-parallel matmuls."""
+    model, parallel = model_costs(run.model), run.parallel
+    values = [one for one in model.kept if one.name in ("qkv", "up") and parallel.recompute in one.modes]
+    return _bytes_of(values, run, item)
+
+
 def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
     """Bytes that one block keeps from the forward to the backward of one microbatch, on one device.
 

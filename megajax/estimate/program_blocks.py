@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megajax.estimate.communication import GATHER, context_sends, replica_sends
 from megajax.estimate.expert_kernels import EXPERTS_HIDDEN, SLICE, ExpertKernels
 from megajax.estimate.gpus import is_fused
-from megajax.estimate.memory import block_parameters, is_gated, kept_for_weights, kept_of_block
+from megajax.estimate.memory import block_parameters, is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
 from megajax.estimate.merged_ticks import exposed_parts, has_latencies
 from megajax.estimate.program_kernels import Work
 from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, in_a_host
@@ -153,9 +153,15 @@ class Blocks(ExpertKernels):
 
     @functools.cached_property
     def _stash(self) -> float:
-        """Seconds of writing what a block keeps for its backward to the stash: read and written."""
-        on_device = not (self.program.unrolls or self.parallel.offload_activations)
-        return 2 * self.kept / self.rates.memory if on_device else 0.0
+        """Seconds of writing what a block keeps for its backward to the stash: read and written.
+
+        Where ticks of one stage merge, matmuls write there (`pipeline.early_stash`).
+        """
+        parallel = self.parallel
+        if self.program.unrolls or parallel.offload_activations:
+            return 0.0
+        early = self.program.merges and parallel.pipe == 1 and parallel.zero < 3
+        return 2 * (self.kept - early * kept_by_matmuls(self.run, self.item)) / self.rates.memory
 
     @property
     def _transfer(self) -> float:
@@ -240,7 +246,15 @@ class Blocks(ExpertKernels):
         elementwise = self.traffic(
             BACKWARD_TRAFFIC * self._elementwise + moved, self._fused * (BACKWARD + count * BIAS)
         )
+        if self.program.gates_in_one_pass and is_gated(self.model) and not self.model.experts:
+            elementwise += self.traffic(-self._gates, -1)
         return products + again + self._attention[1] + elementwise + self._repeated(1) + self.expert_traffic(1)
+
+    @property
+    def _gates(self) -> float:
+        """Bytes of gate and gated value, which the backward reads once where it would read them twice."""
+        values = [one for one in self.model.kept if one.name == "up"]
+        return self.rows * self.item * sum(one.per_token for one in values) / self.parallel.tensor
 
     @functools.cached_property
     def _biases(self) -> tuple[int, float]:

@@ -95,9 +95,13 @@ def _load(ref, places: tuple, rows: jax.Array | None, columns: jax.Array | None)
 
 
 def _product_kernel(tile: _Tile, transposed: bool, tiles: int, *refs):
-    """One tile of rows and of columns: a loop over the elements that are contracted."""
-    group_ref, start_ref, stop_ref, rows_ref, kernels_ref, out_ref = refs
-    (groups, *shape), columns = kernels_ref.shape, out_ref.shape[1]
+    """One tile of rows and of columns: a loop over the elements that are contracted.
+
+    With one more reference, the kernels' place, they are a part of a stack.
+    """
+    group_ref, start_ref, stop_ref, rows_ref, kernels_ref, *place_ref, out_ref = refs
+    (groups, *shape), columns = kernels_ref.shape[-3:], out_ref.shape[1]
+    lead = [ref[0] for ref in place_ref]
     contracted = shape[transposed]
     index, column = _swizzled(pallas().program_id(0), tiles, -(-columns // tile.columns))
     group, start, stop = group_ref[index], start_ref[index], stop_ref[index]
@@ -110,8 +114,8 @@ def _product_kernel(tile: _Tile, transposed: bool, tiles: int, *refs):
         real = None if contracted % tile.step == 0 else _within(count * tile.step, tile.step, contracted)
         rows = _load(rows_ref, (out_at[0], at), own, real)
         if transposed:
-            return total + _dot(rows, _load(kernels_ref, (group, out_at[1], at), here, real).T)
-        return total + _dot(rows, _load(kernels_ref, (group, at, out_at[1]), real, here))
+            return total + _dot(rows, _load(kernels_ref, (*lead, group, out_at[1], at), here, real).T)
+        return total + _dot(rows, _load(kernels_ref, (*lead, group, at, out_at[1]), real, here))
 
     # Rows of no group are zeros, and a tile without rows has nothing to multiply.
     steps = ((group < groups) & (start < stop)).astype(jnp.int32) * -(-contracted // tile.step)
@@ -128,15 +132,21 @@ def _swizzled(program, tiles: int, columns: int) -> tuple:
 
 
 def pallas_product(
-    rows: jax.Array, kernels: jax.Array, sizes: jax.Array, transposed: bool = False, *, interpret: bool = False
+    rows: jax.Array,
+    kernels: jax.Array,
+    sizes: jax.Array,
+    transposed: bool = False,
+    place=None,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """Multiplies each row with its group's kernel, see `megajax.ops.grouped_matmul.GroupedKernel`."""
     count, contracted = rows.shape
-    columns = kernels.shape[1 if transposed else 2]
+    columns = kernels.shape[-2 if transposed else -1]
     tile = _Tile.of(rows.dtype, count, columns, contracted)
     tiles = _Tiles.of(sizes, count, tile.rows)
     programs = len(tiles.group) * -(-columns // tile.columns)
-    inputs = [*tiles, rows, kernels]
+    inputs = [*tiles, rows, kernels, *([] if place is None else [place[None]])]
     (out,) = pallas_call(
         functools.partial(_product_kernel, tile, transposed, len(tiles.group)),
         inputs,

@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.grouped_kernels import pallas_add, pallas_gradient, pallas_product
-from megajax.ops.in_place import addend
+from megajax.ops.in_place import addend, of_part
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 from megajax.ops.tokamax_kernels import generation, grouped_product, has_product
 from megajax.runtime.compat import tokamax_installed, varying_axes
@@ -51,8 +51,9 @@ class GroupedKernel(NamedTuple):
     `sizes`, int32 [G], has the rows of each group; their sum is at most R.
 
     Attributes:
-      product: (rows [R, i], kernels, sizes, transposed) -> [R, o], each row times its group's kernel; of rows of no group 0.
-        `transposed`: rows [R, o] times the kernels transposed, [R, i].
+      product: (rows [R, i], kernels, sizes, transposed=False, place=None) -> [R, o], each row times its group's kernel; of
+        rows of no group 0. `transposed`: rows [R, o] times the kernels transposed, [R, i]. With an int32 `place`, which only
+        those with `add` take, the kernels are that part of a stack [n, G, i, o], and are read there.
       gradient: (rows [R, i], slopes [R, o], sizes) -> fp32 [G, i, o], rows^T slopes of each group's rows; 0 for no rows.
       add: (total fp32 [n, G, i, o], place int32, rows, slopes, sizes) -> total, with the gradient added to total[place]; in
         place if nothing else reads `total`. None: there is no such kernel.
@@ -154,6 +155,22 @@ class GroupedMatmuls:
         spec = lambda axis: P() if axis is None or not self.split else P(*[None] * axis, TENSOR)  # noqa: E731
         return on_tensor_shards(local, tuple(map(spec, in_axes)), spec(out_axis))(*arrays)
 
+    def _multiply(self, local: Callable, kernels: jax.Array, axis: int, in_axes: tuple, out_axis: int, *arrays):
+        """`local(kernels, place, *arrays)` on each device, with the kernels' `axis` split; other arguments as of `_run`.
+
+        `arrays` are pytrees. The kernels are read where they are stored, if theirs is the part `place` of a stack.
+        """
+        if self.kernel.add is None:
+            plain = lambda kernels, *arrays: local(kernels, None, *arrays)  # noqa: E731
+            return self._run(plain, (axis, *in_axes), out_axis, kernels, *arrays)
+        leaves, structure = jax.tree.flatten(arrays)
+
+        def of_stack(stack, place, *leaves):
+            arrays = jax.tree.unflatten(structure, leaves)
+            return (self._run(local, (axis + 1, None, *in_axes), out_axis, stack, place, *arrays),)
+
+        return of_part(of_stack, kernels, *leaves)[0]
+
     def gradient(self, in_axes: tuple, axis: int, rows: jax.Array, slopes: jax.Array, sizes: jax.Array) -> jax.Array:
         """The kernels' gradient, fp32 [G, i, *o], of rows [R, i] and slopes [R, *o]; it can be added in place.
 
@@ -182,22 +199,25 @@ def _column(x, kernels, routing: Routing, how: GroupedMatmuls, count: int):
 def _column_forward(x, kernels, routing, how, count):
     rows = checkpoint_name(dispatch(x, routing.order, routing.places), "dispatched")
 
-    def local(rows, kernels, sizes):
-        return how.kernel.product(rows, _matrices(kernels), sizes).reshape(len(rows), *kernels.shape[2:])
+    def local(kernels, place, rows, sizes):
+        found = how.kernel.product(rows, _matrices(kernels, last), sizes, **_at(place))
+        return found.reshape(len(rows), *kernels.shape[1 - last :])
 
     last = kernels.ndim - 1
-    return how._run(local, (None, last, None), last - 1, rows, kernels, routing.sizes), (rows, kernels, routing)
+    found = how._multiply(local, kernels, last, (None, None), last - 1, rows, routing.sizes)
+    return found, (rows, kernels, routing)
 
 
 def _column_backward(how, count, saved, gradient):
     rows, kernels, routing = saved
 
-    def of_items(gradient, kernels, routing):
-        slopes = how.kernel.product(_vectors(gradient), _matrices(kernels), routing.sizes, transposed=True)
+    def of_items(kernels, place, gradient, routing):
+        matrices = _matrices(kernels, last)
+        slopes = how.kernel.product(_vectors(gradient), matrices, routing.sizes, transposed=True, **_at(place))
         return combine(slopes, routing.order, routing.places, count)[None]
 
     last = kernels.ndim - 1
-    of_x = _sum_first(how._run(of_items, (last - 1, last, None), 0, gradient, kernels, routing))
+    of_x = _sum_first(how._multiply(of_items, kernels, last, (last - 1, None), 0, gradient, routing))
     of_kernels = how.gradient((None, last - 1, None), last, rows, gradient, routing.sizes)
     return of_x, of_kernels.astype(kernels.dtype), None
 
@@ -208,17 +228,21 @@ def _row(rows, kernels, routing: Routing, how: GroupedMatmuls, count: int):
 
 
 def _row_forward(rows, kernels, routing, how, count):
-    def local(rows, kernels, routing):
-        return combine(how.kernel.product(rows, kernels, routing.sizes), routing.order, routing.places, count)[None]
+    def local(kernels, place, rows, routing):
+        products = how.kernel.product(rows, kernels, routing.sizes, **_at(place))
+        return combine(products, routing.order, routing.places, count)[None]
 
-    return _sum_first(how._run(local, (1, 1, None), 0, rows, kernels, routing)), (rows, kernels, routing)
+    return _sum_first(how._multiply(local, kernels, 1, (1, None), 0, rows, routing)), (rows, kernels, routing)
 
 
 def _row_backward(how, count, saved, gradient):
     rows, kernels, routing = saved
     slopes = dispatch(gradient, routing.order, routing.places)
-    product = partial(how.kernel.product, transposed=True)
-    of_rows = how._run(product, (None, 1, None), 1, slopes, kernels, routing.sizes)
+
+    def local(kernels, place, slopes, sizes):
+        return how.kernel.product(slopes, kernels, sizes, transposed=True, **_at(place))
+
+    of_rows = how._multiply(local, kernels, 1, (None, None), 1, slopes, routing.sizes)
     of_kernels = how.gradient((1, None, None), 1, rows, slopes, routing.sizes)
     return of_rows, of_kernels.astype(kernels.dtype), None
 
@@ -227,8 +251,13 @@ _column.defvjp(_column_forward, _column_backward)
 _row.defvjp(_row_forward, _row_backward)
 
 
-def _matrices(kernels: jax.Array) -> jax.Array:
-    return kernels.reshape(*kernels.shape[:2], -1)
+def _matrices(kernels: jax.Array, last: int) -> jax.Array:
+    """Kernels [G, i, *o] as [G, i, o], or a stack of them; `last`: the number of axes of one's kernels, less one."""
+    return kernels.reshape(*kernels.shape[: kernels.ndim - last + 1], -1)
+
+
+def _at(place: jax.Array | None) -> dict:
+    return {} if place is None else {"place": place}
 
 
 def _vectors(rows: jax.Array) -> jax.Array:

@@ -106,9 +106,10 @@ def attention_backward(
 
 
 def grouped_product(
-    device: jax.Device, rows: jax.Array, kernels: jax.Array, sizes: jax.Array, transposed: bool = False
+    device: jax.Device, rows: jax.Array, kernels: jax.Array, sizes: jax.Array, transposed: bool = False, place=None
 ) -> jax.Array:
     """Multiplies each row with its group's kernel, see `megajax.ops.grouped_matmul.GroupedKernel`."""
+    kernels = kernels if place is None else lax.dynamic_index_in_dim(kernels, place, 0, keepdims=False)
     rows, kernels, sizes = _without_axes(rows, kernels, sizes)
     with tokamax_compiles_for(device), jax.named_scope("grouped_matmul_product"):
         multiply = tokamax().ragged_dot[REFERENCE if device.platform == "cpu" else MOSAIC]

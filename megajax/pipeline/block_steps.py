@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.early_stash import stash_as_computed
-from megajax.pipeline.jaxprs import Addend, fp32_gradients
+from megajax.pipeline.jaxprs import Addend, fp32_gradients, reading_in_place
 from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import SlotApart, StashRef, TickStash, empty_stash
@@ -184,12 +184,20 @@ class BlockSteps:
         stacks = [] if on_host or not self.in_place else work.stash.stacks(slot, zero)
         weights, frozen = self._weights(place)
         arguments = template.residuals(saved, (work.microbatch, frozen)), weights, x
-        return arguments, list(zip(jax.tree.leaves(values), stacks, strict=False))
+        found = [*zip(jax.tree.leaves(values), stacks, strict=True)] if stacks else []
+        return arguments, [*found, *self._weight_stacks((weights, frozen), place)]
 
     def _weights(self, index) -> tuple[Tree, Tree]:
         """The weights of one block, trained and frozen, all-gathered over `data` where they are sharded over it."""
         one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), self.weights)
         return split(jax.tree.map(lambda leaf, cut: cut.gather(leaf), one, self.cut), self.trained)
+
+    def _weight_stacks(self, weights: tuple[Tree, Tree], place) -> list:
+        """Where the weights of one block, which no replica gathers, are (`jaxprs.Parts`)."""
+        if not self.in_place or any(cut.axis is not None for cut in _cuts(self.cut)):
+            return []
+        stacks = jax.tree.leaves(split(self.weights, self.trained))
+        return [(one, (stack, place)) for one, stack in zip(jax.tree.leaves(weights), stacks, strict=True)]
 
     def _add(self, totals: Tree, new: list, place, is_late: Tree, late: bool) -> Tree:
         """Adds the gradients `new`, in order, to the accumulators whose flag in `is_late` equals `late`."""
@@ -217,13 +225,14 @@ class BlockSteps:
             y, vjp, given = self._vjp_of(weights, x, microbatch, layer)
             return y, (saved_residuals(vjp, given), x)
 
-        arguments, apart = (self._weights(place), x, microbatch, layer), isinstance(stash, SlotApart)
+        arguments, apart = (weights := self._weights(place), x, microbatch, layer), isinstance(stash, SlotApart)
+        stacks = self._weight_stacks(weights, place)
         if not early or isinstance(stash, TickStash) or not apart and stash.on_host:
-            y, saved = run(*arguments)
+            y, saved = reading_in_place(run, arguments, stacks) if stacks else run(*arguments)
             return y, stash.write(slot, saved)
         leaves, structure = jax.tree.flatten(arguments)
         flat = lambda *leaves: run(*jax.tree.unflatten(structure, leaves))  # noqa: E731
-        y, buffer = stash_as_computed(flat, leaves, stash.own if apart else stash, slot)
+        y, buffer = stash_as_computed(flat, leaves, stash.own if apart else stash, slot, stacks)
         return y, stash.replaced(buffer) if apart else buffer
 
     def _add_at(self, total: jax.Array, place, new: jax.Array | Addend, cut: ZeroSharding, keep=None) -> jax.Array:

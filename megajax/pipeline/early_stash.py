@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from megajax.pipeline.jaxprs import SAME, VIEWS, bind, inlined_jaxpr, read
+from megajax.pipeline.jaxprs import SAME, VIEWS, Parts, inlined_jaxpr, read
 from megajax.pipeline.stash import StashRef
 from megajax.runtime.compat import Literal
 
@@ -24,7 +24,9 @@ __all__ = ["stash_as_computed"]
 Tree = Any
 
 
-def stash_as_computed(function: Callable, arguments: Sequence[jax.Array], stash: StashRef, block) -> tuple[Tree, Tree]:
+def stash_as_computed(
+    function: Callable, arguments: Sequence[jax.Array], stash: StashRef, block, stacks: Sequence = ()
+) -> tuple[Tree, Tree]:
     """Evaluates `function(*arguments) -> (result, values to save)` and writes the values to one block's part of the stash.
 
     Args:
@@ -32,6 +34,7 @@ def stash_as_computed(function: Callable, arguments: Sequence[jax.Array], stash:
       arguments: arrays.
       stash: in device memory.
       block: its number in the chunk.
+      stacks: of arguments, see `jaxprs.Parts`.
 
     Returns:
       (the result, the stash's buffer).
@@ -58,8 +61,9 @@ def stash_as_computed(function: Callable, arguments: Sequence[jax.Array], stash:
             values.update(dict.fromkeys(names, value))
 
     write(lambda var: isinstance(var, Literal) or var in values)
+    parts = Parts(jaxpr.invars, arguments, stacks)
     for eqn in jaxpr.eqns:
-        bind(eqn, values)
+        parts.bind(eqn, values)
         write(lambda var: var in eqn.outvars)  # noqa: B023
     return of_result.unflatten(read(values, var) for var in results), jax.tree.unflatten(structure, buffers)
 

@@ -47,6 +47,41 @@ class Addend:
         return jaxpr_as_fun(self.eqn.params["jaxpr"])(*self.operands)[0]
 
 
+class Parts:
+    """The variables of a jaxpr that are parts of stacks, which a kernel that can (`megajax.ops.in_place`) reads there."""
+
+    def __init__(self, variables: Sequence, arguments: Sequence[jax.Array], stacks: Sequence):
+        """The arguments' variables; `stacks` has (argument, (stack, place)) of those that are a part of a stack."""
+        places = {id(part): place for part, place in stacks}
+        self.found = {var: places[id(x)] for var, x in zip(variables, arguments, strict=True) if id(x) in places}
+
+    def bind(self, eqn, values: dict) -> None:
+        """As the function `bind`."""
+        first = eqn.invars[0] if eqn.invars and not isinstance(eqn.invars[0], Literal) else None
+        if eqn.primitive is OF_PART and first in self.found:
+            operands = [read(values, var) for var in eqn.invars[1:]]
+            values |= dict(zip(eqn.outvars, eqn.params["of_stack"](*self.found[first], *operands), strict=True))
+            return
+        bind(eqn, values)
+        if eqn.primitive.name in SAME and first in self.found:
+            self.found[eqn.outvars[0]] = self.found[first]
+
+
+def reading_in_place(function: Callable, arguments: Any, stacks: Sequence) -> Any:
+    """`function(*arguments)`, pytrees, with kernels that read in place the arguments of which `stacks` tells (`Parts`)."""
+    leaves, structure = jax.tree.flatten(arguments)
+    flat = lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))  # noqa: E731
+    jaxpr = (closed := inlined_jaxpr(flat, *leaves)).jaxpr
+    if all(eqn.primitive is not OF_PART for eqn in jaxpr.eqns):
+        return function(*arguments)
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, leaves, strict=True))
+    parts = Parts(jaxpr.invars, leaves, stacks)
+    for eqn in jaxpr.eqns:
+        parts.bind(eqn, values)
+    results = jax.tree.structure(jax.eval_shape(function, *arguments))
+    return jax.tree.unflatten(results, [read(values, var) for var in jaxpr.outvars])
+
+
 def inlined_jaxpr(function: Callable, *arguments: jax.Array):
     """The closed jaxpr of a function of arrays, with every call inlined."""
 
@@ -66,8 +101,7 @@ def with_fp32_gradients(
     kernel whose result is fp32. A sum of several matmuls, or a result of another operation, keeps its type. Of a kernel
     that can add to an accumulator, the result is the `Addend`.
 
-    A kernel that can read an argument where it is does so: `stacks` has (argument, (stack, place)) of those that are a
-    part of a stack.
+    `stacks`: see `Parts`.
     """
     jaxpr = (closed := inlined_jaxpr(function, *arguments)).jaxpr
     makers = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
@@ -77,17 +111,10 @@ def with_fp32_gradients(
     for var in jaxpr.outvars[:count]:
         chains |= _chain_to_matmul(jaxpr, makers, uses, var)
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
-    places = {id(part): place for part, place in stacks}
-    parts = {var: places[id(x)] for var, x in zip(jaxpr.invars, arguments, strict=True) if id(x) in places}
+    parts = Parts(jaxpr.invars, arguments, stacks)
     for index, eqn in enumerate(jaxpr.eqns):
-        first = eqn.invars[0] if eqn.invars and not isinstance(eqn.invars[0], Literal) else None
-        if eqn.primitive is OF_PART and first in parts:
-            operands = [read(values, var) for var in eqn.invars[1:]]
-            values |= dict(zip(eqn.outvars, eqn.params["of_stack"](*parts[first], *operands), strict=True))
-        elif index not in chains:
-            bind(eqn, values)
-            if eqn.primitive.name in SAME and first in parts:
-                parts[eqn.outvars[0]] = parts[first]
+        if index not in chains:
+            parts.bind(eqn, values)
         elif eqn.primitive.name == "dot_general":
             bind(eqn, values, preferred_element_type=jnp.dtype(jnp.float32))
         elif eqn.primitive is ADDEND:
