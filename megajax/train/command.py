@@ -18,6 +18,7 @@ from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.config.sample import SampleConfig
 from megajax.runtime.heartbeat import VARIABLE, Heartbeat
 from megajax.schedules.errors import exit_code
+from megajax.schedules.paths import is_store
 
 LAST_RUN_ENDS = 60.0  # seconds in which the processes that the launcher has lost end by themselves
 # (trainer, what to continue) before the training -> (the trained state) -> the text.
@@ -74,7 +75,8 @@ def train(
     from megajax.train.replica_check import ReplicasDiffer
 
     started = time.monotonic()
-    run_dir = request.output.run_dir and os.path.abspath(request.output.run_dir)
+    run_dir = request.output.run_dir
+    run_dir = run_dir if run_dir is None or is_store(run_dir) else os.path.abspath(run_dir)
     patience = LAST_RUN_ENDS if VARIABLE in os.environ else 0.0
     with EarlyLock(run_dir if is_first(request.launch) else None, patience) as lock:
 
