@@ -171,9 +171,7 @@ class _Lease:
             elif seen != (number, holder) and not holder.get("released"):
                 raise ConfigError(self._held_by(holder))
             expired = time.monotonic() - since > self.lease
-            if (holder.get("released") or _is_dead(holder) or expired) and create(
-                self._path(number + 1), self._record()
-            ):
+            if (holder.get("released") or _is_dead(holder) or expired) and self._create(number + 1):
                 break
             time.sleep(self.heartbeat / 10)
         self._number = number + 1
@@ -185,6 +183,13 @@ class _Lease:
         for earlier in range(max(1, number - 100), self._number):
             with contextlib.suppress(OSError):
                 remove(self._path(earlier))
+
+    def _create(self, number: int) -> bool:
+        """Creates the object of a number; True also if an earlier try was done, and only its answer was lost."""
+        if create(self._path(number), self._record()):
+            return True
+        found, holder = self._newest()
+        return found == number and holder.get("token") == self._token
 
     def _held_by(self, holder: dict[str, Any]) -> str:
         named = (

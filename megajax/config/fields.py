@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megajax.config.errors import ConfigError, near, option
 from megajax.schedules.arguments import FLOAT32, INT32, range_problem, text_problem
 from megajax.schedules.errors import shown
-from megajax.schedules.paths import path_problem, source_problem, store_problem, without_secrets
+from megajax.schedules.paths import NAMED, path_problem, source_problem, store_problem, without_secrets
 
 NUMBERS = (int, float, int | None, float | None)
 PLAIN = (bool, int, float, str, type(None))  # True is not 1 as an argument of a typed cache, but it is in a tuple
@@ -128,6 +128,8 @@ def _remote(value: Any, kind: str) -> tuple[str, str] | None:
     if problem_of is None:
         return None
     words = value if isinstance(value, tuple) else (value,)
+    if kind == "store" and isinstance(value, tuple):
+        words = tuple(NAMED.sub("", word, count=1) if isinstance(word, str) else word for word in words)
     return next((problem for word in words if isinstance(word, str) and (problem := problem_of(word))), None)
 
 

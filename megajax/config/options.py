@@ -18,7 +18,7 @@ from megajax.config.sections import GROUPS, option_names
 from megajax.config.unknown_options import describe_unknown
 from megajax.schedules import arguments
 from megajax.schedules.arguments import plain_text, real_number, whole_number
-from megajax.schedules.paths import local_path, source_path, store_path
+from megajax.schedules.paths import local_path, named_store_path, source_path, store_path
 
 # The options that `--help` prints first, with --model.
 MOST_USED = (
@@ -210,7 +210,7 @@ def _reader(field: dataclasses.Field) -> Callable[[str], Any]:
     if field.metadata["text_kind"] == "path":
         return local_path
     if field.metadata["text_kind"] == "store":
-        return store_path
+        return named_store_path if field.metadata["list_style"] == "words" else store_path
     if field.metadata["text_kind"] == "source":
         return source_path
     if field.metadata["list_style"] in ("words", "repeat"):

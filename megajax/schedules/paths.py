@@ -15,7 +15,7 @@ from megajax.schedules.errors import shown
 
 __all__ = [
     *("hub_advice", "is_store", "local_path", "path_problem", "source_path", "source_problem"),
-    *("store_path", "store_problem", "tell_replaced", "without_secrets"),
+    *("named_store_path", "store_path", "store_problem", "tell_replaced", "without_secrets"),
 ]
 
 COPIES = {  # what copies files of an object store or file system, by the scheme of its URLs
@@ -118,7 +118,7 @@ def is_store(place: str | os.PathLike[str]) -> bool:
 
 def store_problem(word: str) -> tuple[str, str] | None:
     """As `path_problem`, of a place that may also be a folder of an object store, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER."""
-    found = SCHEME.fullmatch(NAMED.sub("", word, count=1))
+    found = SCHEME.fullmatch(word)
     scheme = found[1].lower() if found else ""
     name = OTHER_NAMES.get(scheme, scheme)
     if name not in OWN_STORES:
@@ -147,6 +147,12 @@ def store_path(word: str) -> str:
     if problem := store_problem(plain_text(word)):
         raise argparse.ArgumentTypeError(f"{without_secrets(word)} {problem[0]}: pass {problem[1]}")
     return word.rstrip("/") if is_store(word) else word
+
+
+def named_store_path(word: str) -> str:
+    """As `store_path`, of a word that may be the weight of a blend, or NAME=PLACE."""
+    name = NAMED.match(word)
+    return name[0] + store_path(word[name.end() :]) if name else store_path(word)
 
 
 def without_secrets(word: str) -> str:

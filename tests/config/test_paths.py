@@ -75,20 +75,25 @@ def test_every_field_that_takes_a_path_is_declared_as_one():
     assert len(taken) >= 17
 
 
+IN_STORES = ("--run-dir", "--resume")  # may be gs:// or s3://
+PAIRS_IN_STORES = ("--data-path", "--train-data-path", "--valid-data-path")
+
+
 def test_every_option_of_a_training_that_takes_a_path_refuses_a_remote_one(capsys):
     actions = [one for one in make_parser("", {})._actions if re.search("FILE|DIR|PREFIX", str(one.metavar))]
     assert len(actions) >= 18
     for action in actions:
         flag = action.option_strings[0]
-        if flag in IN_STORES:
-            continue
-        assert gpt3.main([flag, "s3://bucket/run"]) == 2
+        word = "az://bucket/run" if flag in IN_STORES + PAIRS_IN_STORES else "s3://bucket/run"
+        assert gpt3.main([flag, word]) == 2
         out, error = capsys.readouterr()
         assert not out and error.count("\n") == 1
+        if word.startswith("az:"):
+            assert f"{flag}: 'az://bucket/run' is in a store that megajax does not read or write: pass " in error
+            continue
         assert f"{flag}: 's3://bucket/run' is in an object store" in error and "aws s3 sync" in error
 
 
-IN_STORES = ("--run-dir", "--resume")  # may be gs:// or s3://
 WRONG_PLACES = {  # a place: what the message says
     "s3://": "names no bucket: pass --run-dir s3://BUCKET/FOLDER",
     "s3:///folder": "names no bucket",
@@ -209,9 +214,9 @@ def test_the_library_and_a_saved_configuration_refuse_them_too(tmp_path, capsys)
     with pytest.raises(ConfigError, match="log_jsonl = 's3://bucket/run' is in an object store"):
         OutputConfig(log_jsonl="s3://bucket/run").validate()
     run = RunConfig(
-        preset("tiny"), ParallelConfig(), TrainConfig(), DataConfig(data_path=("0.5", "a", "0.5", "gs://b"))
+        preset("tiny"), ParallelConfig(), TrainConfig(), DataConfig(data_path=("0.5", "a", "0.5", "az://b"))
     )
-    with pytest.raises(ConfigError, match=r"data_path = .* is in an object store .*: pass --data-path a path of this"):
+    with pytest.raises(ConfigError, match=r"data_path = .* is in a store that .*: pass --data-path a path of this"):
         run.validate()
     (tmp_path / "config.toml").write_text('[output]\nlog_jsonl = "s3://bucket/run"\n')
     assert gpt3.main(["--config", str(tmp_path / "config.toml")]) == 2
