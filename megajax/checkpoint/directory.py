@@ -28,6 +28,14 @@ def complete_steps(directory: str | Path) -> list[int]:
     return sorted(step for step, path in steps if step is not None and path.is_dir())
 
 
+def steps_of(directory: str | Path) -> list[int]:
+    """`complete_steps` for a command that ends where a store does not answer. Raises ConfigError."""
+    try:
+        return complete_steps(directory)
+    except OSError as error:
+        raise ConfigError(f"cannot read {directory}: {error.strerror}") from error
+
+
 def is_complete(path: Path) -> bool:
     """Whether a checkpoint's directory is there, and complete; False too for what may not be read, or does not answer."""
     try:

@@ -13,13 +13,27 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from megajax.checkpoint.object_store import Path, children, files_below, read, remove, store_errors, write
+from megajax.checkpoint.object_store import (
+    Path,
+    children,
+    files_below,
+    is_remote,
+    place,
+    read,
+    remove,
+    store_errors,
+    write,
+)
+from megajax.checkpoint.run_files import MODEL, TOKENIZER
+from megajax.config import ConfigError
+from megajax.schedules.paths import is_store, store_path
 
 INTERVAL = 10.0  # seconds between two looks at the files
 PART = 1 << 22  # bytes
@@ -198,6 +212,41 @@ def fetch(remote: Path, local: pathlib.Path, wanted: Callable[[str], bool]) -> N
                     break  # a part is missing: what follows is of an older, longer file
                 with contextlib.suppress(FileNotFoundError):
                     file.write(read(remote / name))
+
+
+def local_files(directory: Path) -> pathlib.Path:
+    """Where a run's configuration, tokenizer and model's files are on this machine: its directory, or a copy of a store's.
+
+    Raises:
+      ConfigError: the store cannot be read.
+    """
+    if not is_remote(directory):
+        return directory
+    try:
+        return snapshot(directory, lambda name: name.partition("/")[0] in ("config.toml", TOKENIZER, MODEL))
+    except OSError as error:
+        raise ConfigError(f"cannot read {directory}: {error.strerror}") from error
+
+
+def with_local_config(words: Sequence[str] | None) -> Sequence[str] | None:
+    """The words of a command line, with the path of a copy for --config of a file in an object store; None: the process's.
+
+    Raises:
+      ConfigError: there is no such file, or it cannot be read.
+    """
+    found = list(sys.argv[1:] if words is None else words)
+    for index, word in enumerate(found):
+        flag, equals, given = word.partition("=")
+        given = given if equals else "".join(found[index + 1 : index + 2])
+        if flag != "--config" or not is_store(given):
+            continue
+        path = place(store_path(given))
+        local = local_files(path.parent) / "config.toml"
+        if path.name != "config.toml" or not local.is_file():
+            raise ConfigError(f"there is no {given}: give --config the config.toml of a run directory")
+        found[index : index + (1 if equals else 2)] = ["--config", str(local)]
+        return found
+    return words
 
 
 def snapshot(remote: Path, wanted: Callable[[str], bool] = lambda name: True) -> pathlib.Path:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megajax.checkpoint.directory import complete_steps
+from megajax.checkpoint.mirror import with_local_config
 from megajax.checkpoint.object_store import Path, is_remote, place
 from megajax.config import ConfigError
 from megajax.config.cli import Request
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> int:
         options = read_options(sys.argv[1:] if arguments is None else arguments)
         sys.path.insert(0, os.getcwd())
-        request = read_request(options.module, options.arguments)
+        request = read_request(options.module, with_local_config(options.arguments))
         if request.output.run_dir is None:
             raise ConfigError("the launcher needs a directory that all hosts share: pass --run-dir DIR")
         return supervise(options, request)

@@ -61,7 +61,7 @@ def path_problem(word: str) -> tuple[str, str] | None:
     if scheme in STORES:
         where = "a path of this machine, also a mounted one"
         return (
-            "is in an object store or a remote file system, which megajax does not read or write yet",
+            "is in an object store or a remote file system, which is not read or written here",
             f"{where} ({STORES[scheme]} copies it)",
         )
     if scheme in HUBS or re.match(r"(www\.)?(huggingface\.co|hf\.co)/", rest):

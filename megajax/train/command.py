@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megajax.checkpoint.mirror import with_local_config
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import Experiment, Importer, Request, parse
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
@@ -47,7 +48,7 @@ def main(
     heartbeat = Heartbeat(os.environ)
 
     def run() -> int:
-        request = parse(arguments, experiment)
+        request = parse(with_local_config(arguments), experiment)
         if request.dry_shapes:
             return print_shapes(request)
         if request.evaluate and evaluator is None:

@@ -139,7 +139,6 @@ def test_places_in_stores_are_places(word):
 
 
 COMMANDS = {  # the words of a command, with a path in the place of X
-    "megajax.checkpoint.inspect": ["X"],
     "megajax.data.preprocess": [
         "--input a --out X --tokenizer byte",
         "--input a --out b --tokenizer X",
@@ -150,7 +149,6 @@ COMMANDS = {  # the words of a command, with a path in the place of X
         "verify X --tokenizer byte",
     ],
     "megajax.evaluate.__main__": [
-        "--run-dir X",
         "--init-from X",
         "--init-from a --task-data X",
         "--init-from a --out X",
@@ -163,7 +161,6 @@ COMMANDS = {  # the words of a command, with a path in the place of X
         "--task-data a --predictions a --no-answer X",
     ],
     "megajax.generate.__main__": [
-        "--run-dir X",
         "--init-from X",
         "--init-from a --prompts X",
         "--init-from a --prompt b --out X",
@@ -172,8 +169,6 @@ COMMANDS = {  # the words of a command, with a path in the place of X
         "import X --run-dir a",
         "import a --run-dir X",
         "import a --run-dir b --tokenizer X",
-        "export X --out a",
-        "export a --out X",
     ],
     "megajax.interop.megatron.__main__": [
         "import X --run-dir a",
