@@ -15,50 +15,55 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from megajax.checkpoint import object_store
+from megajax.checkpoint.object_store import Path, files_below, is_remote
 from megajax.schedules.arguments import text_problem
 
 DIRECTORY = "checksums"
 FORMAT_1_DIRECTORY = "digests"  # its name in checkpoints of format 1
 READ = ("state", "meta")  # directories of a checkpoint that orbax reads
-BLOCK = 1 << 24  # bytes read at once
 
 
-def _sum(path: pathlib.Path) -> list[int]:
+def _sum(path: Path) -> list[int]:
     """[bytes, CRC-32] of a file."""
     size = crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK):
-            size, crc = size + len(block), zlib.crc32(block, crc)
+    for block in object_store.blocks(path):
+        size, crc = size + len(block), zlib.crc32(block, crc)
     return [size, crc]
 
 
-def _sums(root: pathlib.Path, files: Iterable[pathlib.Path]) -> dict[str, list[int]]:
-    files = sorted(files)
+def _sums(root: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    names = sorted(names)
     with ThreadPoolExecutor() as pool:
-        return {str(file.relative_to(root)): value for file, value in zip(files, pool.map(_sum, files), strict=True)}
+        return dict(zip(names, pool.map(lambda name: _sum(root / name), names), strict=True))
 
 
-def _write(root: pathlib.Path, name: str, sums: dict[str, list[int]]) -> pathlib.Path:
-    (root / DIRECTORY).mkdir(exist_ok=True)
+def _write(root: Path, name: str, sums: dict[str, list[int]]) -> Path:
     path = root / DIRECTORY / f"{name}.json"
-    path.write_text(json.dumps(sums, indent=0))
+    if not is_remote(root):
+        path.parent.mkdir(exist_ok=True)
+    object_store.write(path, json.dumps(sums, indent=0).encode())
     return path
 
 
-def write_own(root: pathlib.Path, process: int) -> list[pathlib.Path]:
+def write_own(root: Path, process: int) -> list[Path]:
     """Writes the checksums of the files that `process` wrote; returns these files and the list's own file."""
-    own = [file for part in root.glob(f"**/ocdbt.process_{process}") for file in part.rglob("*") if file.is_file()]
-    return [*own, _write(root, f"process_{process}", _sums(root, own))]
+    folder = f"ocdbt.process_{process}"
+    if is_remote(root):  # without a list of what all other processes have written
+        own = [f"state/{folder}/{name}" for name in files_below(root / "state" / folder)]
+    else:
+        own = [name for name in files_below(root) if folder in pathlib.PurePath(name).parts[:-1]]
+    return [*(root / name for name in own), _write(root, f"process_{process}", _sums(root, own))]
 
 
-def write_rest(root: pathlib.Path) -> None:
+def write_rest(root: Path) -> None:
     """Writes the checksums of all other files, including the lists of checksums."""
-    known = {name for file in (root / DIRECTORY).glob("*.json") for name in json.loads(file.read_text())}
-    files = [file for file in root.rglob("*") if file.is_file()]
-    _write(root, "rest", _sums(root, [file for file in files if str(file.relative_to(root)) not in known]))
+    lists = [name for name in files_below(root / DIRECTORY) if name.endswith(".json")]
+    known = {file for name in lists for file in json.loads(object_store.read(root / DIRECTORY / name))}
+    _write(root, "rest", _sums(root, files_below(root).keys() - known))
 
 
-def problems(root: pathlib.Path, share: tuple[int, int] = (0, 1), below: str = "") -> list[str]:
+def problems(root: Path, share: tuple[int, int] = (0, 1), below: str = "") -> list[str]:
     """One line for each file of a checkpoint that is missing, was added, or has another size or content than was written.
 
     Args:
@@ -67,7 +72,7 @@ def problems(root: pathlib.Path, share: tuple[int, int] = (0, 1), below: str = "
       below: verifies only the files in this directory of the checkpoint; "": all.
     """
     index, count = share
-    directory = FORMAT_1_DIRECTORY if (root / FORMAT_1_DIRECTORY).is_dir() else DIRECTORY
+    directory = FORMAT_1_DIRECTORY if not is_remote(root) and (root / FORMAT_1_DIRECTORY).is_dir() else DIRECTORY
     try:
         rest = _read(root / directory / "rest.json")
         lists = [name for name in rest if pathlib.PurePath(name).parts[0] == directory]
@@ -83,16 +88,16 @@ def problems(root: pathlib.Path, share: tuple[int, int] = (0, 1), below: str = "
     )
 
 
-def _added(root: pathlib.Path, sums: Mapping[str, list[int]]) -> list[str]:
+def _added(root: Path, sums: Mapping[str, list[int]]) -> list[str]:
     """Files in the directories that orbax reads without a checksum: added later, or removed from the list."""
-    found = [str(file.relative_to(root)) for part in READ for file in (root / part).rglob("*") if not file.is_dir()]
+    found = [f"{part}/{name}" for part in READ for name in files_below(root / part)]
     return [f"{name}: was not there when the checkpoint was written" for name in sorted(set(found) - set(sums))]
 
 
-def _read(path: pathlib.Path) -> dict[str, list[int]]:
+def _read(path: Path) -> dict[str, list[int]]:
     """A list of checksums. Raises ValueError for other JSON."""
     try:
-        sums = json.loads(path.read_text())
+        sums = json.loads(object_store.read(path))
     except RecursionError:
         sums = None
     if not isinstance(sums, dict) or not all(_is_name(name) and _is_sum(value) for name, value in sums.items()):
@@ -110,11 +115,11 @@ def _is_sum(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(number) is int for number in value)
 
 
-def _compare(root: pathlib.Path, sums: dict[str, list[int]]) -> list[str]:
+def _compare(root: Path, sums: dict[str, list[int]]) -> list[str]:
     def check(name: str) -> str | None:
         expected, path = sums[name], root / name
         try:
-            size = path.stat().st_size
+            size = object_store.size_of(path)
             if size != expected[0]:
                 return f"{name}: {size:,} bytes, but {expected[0]:,} were written"
             return None if _sum(path) == expected else f"{name}: its content has changed since it was written"

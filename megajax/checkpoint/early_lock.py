@@ -1,9 +1,10 @@
 """The lock of a run directory, looked at before anything else: before the processes join and the devices start."""
 
-import os
 import time
 
-from megajax.checkpoint.lock import NAME, DirectoryLock
+from megajax.checkpoint.lock import DirectoryLock
+from megajax.checkpoint.object_store import is_remote
+from megajax.checkpoint.store_lock import StoreLock, has_lock
 from megajax.config import ConfigError
 from megajax.runtime.exchange import gather_problems
 
@@ -26,9 +27,11 @@ class EarlyLock:
 
     def __enter__(self) -> "EarlyLock":
         deadline = time.monotonic() + self._patience
-        while self._directory and os.path.lexists(os.path.join(self._directory, NAME)):
+        while self._directory:
             try:
-                self._lock = DirectoryLock(self._directory)
+                if not has_lock(self._directory):
+                    return self
+                self._lock = (StoreLock if is_remote(self._directory) else DirectoryLock)(self._directory)
                 return self
             except ConfigError as error:
                 if time.monotonic() > deadline:

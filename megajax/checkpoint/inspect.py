@@ -5,15 +5,16 @@ With --sample N it shows a sample of the run's training data instead: tokens, te
 
 import argparse
 import math
-import pathlib
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from megajax.checkpoint import checksums, layout
-from megajax.checkpoint.directory import NAME, complete_steps
+from megajax.checkpoint.directory import NAME, is_complete, steps_of
 from megajax.checkpoint.manager import format_size
+from megajax.checkpoint.mirror import local_files
+from megajax.checkpoint.object_store import Path, files_below, is_remote, place
 from megajax.checkpoint.reader import arrays_in, read_meta
 from megajax.config import ConfigError
 from megajax.config.cli import parse
@@ -23,14 +24,14 @@ from megajax.data.tokenizers import load_tokenizer
 from megajax.runtime.mesh import start_devices
 from megajax.schedules.arguments import whole
 from megajax.schedules.errors import counted, exit_code, one_line
-from megajax.schedules.paths import local_path
+from megajax.schedules.paths import store_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the checkpoints in a directory; returns 0, or 2 if one cannot be read or, with --verify, is damaged."""
     parser = Parser(prog="python -m megajax.checkpoint.inspect", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "directory", metavar="DIR", type=local_path, help="a run's directory, its checkpoints/, or one checkpoint"
+        "directory", metavar="DIR", type=store_path, help="a run's directory, its checkpoints/, or one checkpoint"
     )
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     parser.add_argument("--arrays", action="store_true", help="list the newest checkpoint's arrays: name, shape, bytes")
@@ -47,22 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     start_devices("cpu")  # orbax asks jax for the process index, which starts a backend; no GPU is needed for that
     if options.sample is not None:
-        for line in _sample(pathlib.Path(options.directory).absolute(), options.sample, options.trust):
+        for line in _sample(place(options.directory), options.sample, options.trust):
             print(line)
         return 0
     try:
-        paths = _checkpoints(pathlib.Path(options.directory).absolute())
+        paths = _checkpoints(place(options.directory))
         sound = [_show(path, options.verify) for path in paths]
         for line in _arrays(paths[-1]) if options.arrays else []:
             print(line)
     except OSError as error:  # a directory that may not be read
-        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {error.filename or options.directory}: {error.strerror}") from error
     return 0 if all(sound) else 2
 
 
-def _sample(directory: pathlib.Path, number: int, trust: bool) -> list[str]:
+def _sample(directory: Path, number: int, trust: bool) -> list[str]:
     """The lines about a sample of the run that a directory is of."""
-    config = directory / "config.toml"
+    config = local_files(directory) / "config.toml"
     if not config.is_file():
         raise ConfigError(f"{directory} has no config.toml: give the directory of a training run for --sample")
     words = ["--config", str(config), *(["--trust"] if trust else [])]
@@ -71,21 +72,21 @@ def _sample(directory: pathlib.Path, number: int, trust: bool) -> list[str]:
     return report_sample(run, load_tokenizer(run.data.tokenizer, run.data.end_of_document), number)
 
 
-def _checkpoints(directory: pathlib.Path) -> list[pathlib.Path]:
-    if (directory / "state").is_dir():
+def _checkpoints(directory: Path) -> list[Path]:
+    if is_complete(directory) if is_remote(directory) else (directory / "state").is_dir():
         return [directory]
     for parent in (directory / "checkpoints", directory):
-        if steps := complete_steps(parent):
+        if steps := steps_of(parent):
             return [parent / NAME.format(step) for step in steps]
     raise ConfigError(f"there is no checkpoint in {directory}: give a run's directory, or a checkpoint's")
 
 
-def _show(path: pathlib.Path, verify: bool) -> bool:
+def _show(path: Path, verify: bool) -> bool:
     """Prints one checkpoint's lines; returns False if `verify` finds a damaged file."""
     meta = read_meta(path)
     model, parallel, train = (meta["config"][part] for part in ("model", "parallel", "train"))
     progress, tokenizer = meta["progress"], meta["tokenizer"]
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    size = sum(files_below(path).values())
     try:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
     except (OverflowError, ValueError, OSError):
@@ -112,7 +113,7 @@ def _show(path: pathlib.Path, verify: bool) -> bool:
     return not found
 
 
-def _arrays(path: pathlib.Path) -> list[str]:
+def _arrays(path: Path) -> list[str]:
     rows: list[tuple[str, Any]] = list(layout.named(arrays_in(path)).items())
     width = max((len(name) for name, _ in rows), default=0)
     lines = [

@@ -4,7 +4,8 @@
                                          meta/       step, samples, configuration and tokenizer, as JSON
                                          checksums/  size and CRC-32 of every file
 
-A checkpoint is atomic: until it is complete, the name of its directory ends in ".unfinished". Weights and optimizer state
+A checkpoint is atomic: until it is complete, the name of its directory ends in ".unfinished", or in an object store it has
+no commit_success.txt. Weights and optimizer state
 can be restored on another mesh, schedule, number of chunks or of processes. `python -m megajax.checkpoint.inspect` shows
 what a checkpoint contains. writer.py says why this is not orbax's CheckpointManager.
 """
@@ -20,11 +21,13 @@ from typing import Any
 
 import jax
 
-from megajax.checkpoint import durable, layout
-from megajax.checkpoint.directory import NAME, complete_steps
+from megajax.checkpoint import durable, layout, store_folders
+from megajax.checkpoint.directory import NAME, complete_steps, is_complete
 from megajax.checkpoint.layout import StateLayout
 from megajax.checkpoint.lock import DirectoryLock
 from megajax.checkpoint.metadata import FORMAT, Progress
+from megajax.checkpoint.object_store import Path, is_remote, place
+from megajax.checkpoint.store_lock import StoreLock
 from megajax.checkpoint.writer import TEMPORARY, reason_of, write
 from megajax.config import ConfigError, OutputConfig
 from megajax.runtime.compat import multihost_utils
@@ -42,16 +45,17 @@ class Checkpoints:
       failed: whether the last save failed.
       completed: (step, directory) of the checkpoints that have become complete; whoever reads the list empties it.
       blocked: seconds for which the last `save` kept the training waiting.
+      more_messages: returns further messages about the run's directory, for `poll`.
       data_state: returns the state of the data after that many samples, which is stored too; None: it has none.
       never_deleted: step whose checkpoint stays, besides those that `output` keeps; the caller sets it. None: no other.
     """
 
     def __init__(
         self,
-        directory: str | pathlib.Path,
+        directory: str | Path,
         output: OutputConfig,
         meta: Mapping[str, Any],
-        lock: DirectoryLock | None = None,
+        lock: DirectoryLock | StoreLock | None = None,
     ):
         """Creates the directory, and deletes the unfinished directories of killed saves in it.
 
@@ -65,17 +69,19 @@ class Checkpoints:
         Raises:
           ConfigError: the directory cannot be written.
         """
-        self.directory, self.output, self.meta, self.lock = pathlib.Path(directory).absolute(), output, dict(meta), lock
+        self.directory, self.output, self.meta, self.lock = place(directory), output, dict(meta), lock
+        self._remote = is_remote(self.directory)
         if jax.process_index() == 0:
-            _make_writable(self.directory)
+            (store_folders.make_writable if self._remote else _make_writable)(self.directory)
         self._writer, self._deleter = ThreadPoolExecutor(1, "save"), ThreadPoolExecutor(1, "delete")
         self._pending: tuple[int, float, Future] | None = None  # step, start time, and result of the save in progress
         self._saves, self._bytes = 0, 0
         self._arrays: dict[str, jax.Array] | None = None  # the last save's copies, where their memory is reused
         self.failed = False
-        self.completed: list[tuple[int, pathlib.Path]] = []
+        self.completed: list[tuple[int, Path]] = []
         self.blocked = 0.0
         self.never_deleted: int | None = None
+        self.more_messages: Callable[[], list[str]] = list
         self.data_state: Callable[[int], str | None] = lambda samples: None
 
     def save(self, target: StateLayout, state: Any, progress: Progress) -> list[str]:
@@ -93,9 +99,9 @@ class Checkpoints:
         """
         messages = self.wait() + (self.lock.check(now=True) if self.lock else [])
         path = self.directory / NAME.format(progress.step)
-        if path.is_dir():
+        if is_complete(path):
             return messages
-        if jax.process_index() == 0 and not self.directory.exists():
+        if jax.process_index() == 0 and not self._remote and not self.directory.exists():
             messages.append(f"warning: {self.directory} has vanished, with the checkpoints in it, and is created again")
         start = time.time()
         leaves = layout.named(state, only=layout.named(target.shapes))
@@ -107,14 +113,15 @@ class Checkpoints:
             meta["data"] = data
         self._bytes = sum(leaf.nbytes for leaf in arrays.values())
         self._saves += 1
-        save = self._writer.submit(write, path, layout.nest(arrays), meta, f"{path.name}/{self._saves}")
+        guard = {"before_commit": self.lock.require} if isinstance(self.lock, StoreLock) else {}
+        save = self._writer.submit(write, path, layout.nest(arrays), meta, f"{path.name}/{self._saves}", **guard)
         self._pending = (progress.step, start, save)
         self.blocked = time.time() - start
         return messages
 
     def poll(self) -> list[str]:
         """Messages about the directory, and about a save that has ended since the last call; does not wait."""
-        messages = self.lock.check() if self.lock else []
+        messages = self.more_messages() + (self.lock.check() if self.lock else [])
         return messages + (self.wait() if self._pending and self._pending[2].done() else [])
 
     def wait(self) -> list[str]:
@@ -137,15 +144,25 @@ class Checkpoints:
     def _success(self, step: int, seconds: float) -> str:
         if jax.process_index() == 0:
             for old in self._superfluous():
+                if self._remote:
+                    self._deleter.submit(store_folders.delete, old)
+                    continue
                 with contextlib.suppress(OSError):  # it is tried again after the next save
                     renamed = old.rename(old.with_name(old.name + DELETING))
                     self._deleter.submit(shutil.rmtree, renamed, ignore_errors=True)
         size, waited = format_size(self._bytes), self.blocked
         return f"step {step}: checkpoint saved, {size} in {seconds:.1f} s (training waited {waited:.2f} s)"
 
-    def _superfluous(self) -> list[pathlib.Path]:
+    def steps(self) -> list[int]:
+        """The complete checkpoints; none if the store does not answer."""
+        try:
+            return complete_steps(self.directory)
+        except OSError:
+            return []
+
+    def _superfluous(self) -> list[Path]:
         every = self.output.keep_every
-        steps = complete_steps(self.directory)[: -self.output.max_to_keep]
+        steps = self.steps()[: -self.output.max_to_keep]
         return [
             self.directory / NAME.format(step)
             for step in steps
@@ -154,10 +171,13 @@ class Checkpoints:
 
     def _failure(self, step: int, error: BaseException) -> str:
         self._arrays = None  # a thread of orbax may still read them
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not self._remote:
             _remove_stale(self.directory)
-        steps = complete_steps(self.directory)
+        steps = self.steps()
         newest = f"the newest is of step {steps[-1]}" if steps else "there is none yet"
+        if self._remote:
+            newest = newest if steps else "the next save tries again"
+            return f"warning: step {step}: checkpoint NOT saved in {self.directory}: {reason_of(error)}; {newest}"
         return (
             f"warning: step {step}: checkpoint NOT saved in {self.directory}: {reason_of(error)} "
             f"({format_size(_free(self.directory))} free, a checkpoint takes up to {format_size(self._bytes)}); {newest}"
@@ -170,7 +190,9 @@ class Checkpoints:
             if step > after:
                 path = self.directory / NAME.format(step)
                 aside = path.with_name(f"{path.name}{ASIDE}-{int(time.time())}")
-                if jax.process_index() == 0:
+                if jax.process_index() == 0 and self._remote:
+                    store_folders.move(path, aside)
+                elif jax.process_index() == 0:
                     path.rename(aside)
                     durable.sync(self.directory)
                 messages.append(f"the checkpoint of step {step} is now called {aside.name}")

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 
 from megajax.checkpoint import checksums
+from megajax.checkpoint.object_store import Path
 from megajax.checkpoint.peer import FOLDERS, PartServer, PeerClient, own_address
 from megajax.checkpoint.process_state import INDEX, TEMPORARY, Part, PartName, open_part, parse_part
 from megajax.config import ConfigError
@@ -51,8 +52,12 @@ class MemoryHosts:
       next: the processes of the next host; none if there is one host.
     """
 
-    def __init__(self, run_directory: pathlib.Path):
+    def __init__(self, run_directory: Path, files: pathlib.Path | None = None):
         """Makes the directories, verifies what is in them, and starts the server; waits for all processes to do so.
+
+        Args:
+          run_directory: of the run.
+          files: where its files are on this machine; None: there.
 
         Raises:
           ConfigError: the directory in host memory cannot be written.
@@ -64,7 +69,7 @@ class MemoryHosts:
         shared = {"group": group}
         if self.process == 0:
             attempt = f"{time.time_ns() // 10**6:x}-{secrets.token_hex(3)}"
-            shared |= {"run": _run_id(run_directory), "attempt": attempt, "token": secrets.token_hex(32)}
+            shared |= {"run": _run_id(files or run_directory), "attempt": attempt, "token": secrets.token_hex(32)}
         found = {process: json.loads(text) for process, text in exchange("memory/hosts", json.dumps(shared)).items()}
         self.run, self.attempt, self._token = (found[0][name] for name in ("run", "attempt", "token"))
         groups: dict[str, list[int]] = {}
@@ -168,7 +173,7 @@ class MemoryHosts:
             shutil.rmtree(self.root, ignore_errors=True)
 
 
-def memory_directory(run_directory: pathlib.Path) -> pathlib.Path:
+def memory_directory(run_directory: Path) -> pathlib.Path:
     """The directory in host memory for a run's parts, with its folders; made if it does not exist.
 
     Raises:

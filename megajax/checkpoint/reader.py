@@ -1,6 +1,5 @@
 """Restores checkpoints on any mesh, schedule, number of chunks or of processes; refuses damaged ones and other models'."""
 
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,9 @@ from megajax.checkpoint import checksums, layout, metadata
 from megajax.checkpoint.directory import NAME, complete_steps, step_of
 from megajax.checkpoint.layout import StateLayout
 from megajax.checkpoint.metadata import Progress
+from megajax.checkpoint.object_store import Path, errors_of
 from megajax.checkpoint.shapes import shape_problem
+from megajax.checkpoint.store_drivers import orbax_path
 from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, RunConfig
 from megajax.runtime.compat import multihost_utils
@@ -20,21 +21,23 @@ from megajax.runtime.compat import multihost_utils
 Tree = Any
 
 
-def read_meta(path: pathlib.Path) -> dict[str, Any]:
+def read_meta(path: Path) -> dict[str, Any]:
     """The metadata beside a checkpoint's arrays, as `metadata.parse` returns it.
 
     Raises:
       ConfigError: it cannot be read, is not megajax's, or is of a newer format.
     """
     try:
-        return metadata.parse(ocp.JsonCheckpointHandler().restore(path / "meta", ocp.args.JsonRestore()))
+        with errors_of(path):
+            stored = ocp.JsonCheckpointHandler().restore(orbax_path(path / "meta"), ocp.args.JsonRestore())
+        return metadata.parse(stored)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a complete megajax checkpoint: {reason_of(error)}{_earlier(path)}") from error
 
 
-def verify(path: pathlib.Path, below: str = "") -> None:
+def verify(path: Path, below: str = "") -> None:
     """Raises ConfigError on all processes if any file is damaged; each process verifies its share of the files.
 
     Args:
@@ -52,7 +55,7 @@ def verify(path: pathlib.Path, below: str = "") -> None:
 
 
 def load(
-    path: pathlib.Path, run: RunConfig, target: StateLayout, tokenizer: Mapping[str, Any]
+    path: Path, run: RunConfig, target: StateLayout, tokenizer: Mapping[str, Any]
 ) -> tuple[Tree, Progress, list[str]]:
     """Restores a checkpoint for a run.
 
@@ -78,7 +81,7 @@ def load(
     return _restore(path, run, target), meta["progress"], messages
 
 
-def compare(meta: Mapping[str, Any], run: RunConfig, tokenizer: Mapping[str, Any], path: pathlib.Path) -> list[str]:
+def compare(meta: Mapping[str, Any], run: RunConfig, tokenizer: Mapping[str, Any], path: Path) -> list[str]:
     """`metadata.differences`, with the checkpoint's path in its errors."""
     try:
         return metadata.differences(meta, run, tokenizer)
@@ -86,7 +89,7 @@ def compare(meta: Mapping[str, Any], run: RunConfig, tokenizer: Mapping[str, Any
         raise ConfigError(f"checkpoint {path} {error}") from None
 
 
-def _restore(path: pathlib.Path, run: RunConfig, target: StateLayout) -> Tree:
+def _restore(path: Path, run: RunConfig, target: StateLayout) -> Tree:
     stored = {name: tuple(array.shape) for name, array in layout.named(arrays_in(path)).items()}
     wanted, arguments = {}, {}
     for (name, leaf), sharding in zip(
@@ -105,27 +108,31 @@ def _restore(path: pathlib.Path, run: RunConfig, target: StateLayout) -> Tree:
     try:
         part = wanted.keys() != stored.keys()
         restore = ocp.args.PyTreeRestore(layout.nest(wanted), restore_args=layout.nest(arguments), partial_restore=part)
-        copies = layout.named(ocp.PyTreeCheckpointHandler().restore(path / "state", args=restore))
+        with errors_of(path):
+            copies = layout.named(ocp.PyTreeCheckpointHandler().restore(orbax_path(path / "state"), args=restore))
     except (OSError, ValueError) as error:
         raise ConfigError(f"checkpoint {path} cannot be read: {reason_of(error)}{_earlier(path)}") from error
     return layout.from_canonical(copies, target)
 
 
-def arrays_in(path: pathlib.Path) -> Tree:
+def arrays_in(path: Path) -> Tree:
     """The nested dictionary of the stored arrays' shapes and dtypes.
 
     Raises:
       ConfigError: it cannot be read.
     """
     try:
-        return ocp.PyTreeCheckpointHandler().metadata(path / "state").tree
+        return ocp.PyTreeCheckpointHandler().metadata(orbax_path(path / "state")).tree
     except Exception as error:  # whatever orbax makes of a damaged file, which has not been verified in every command
         raise ConfigError(f"checkpoint {path} cannot be read: {reason_of(error)}{_earlier(path)}") from error
 
 
-def _earlier(path: pathlib.Path) -> str:
+def _earlier(path: Path) -> str:
     """The end of an error message that names the checkpoint before this one."""
-    steps, own = complete_steps(path.parent), step_of(path)
+    try:
+        steps, own = complete_steps(path.parent), step_of(path)
+    except OSError:
+        return ""
     earlier = [step for step in steps if own is not None and step < own]
     if not earlier:
         return "; there is no earlier checkpoint"

@@ -25,6 +25,7 @@ from megajax.checkpoint.layout import StateLayout
 from megajax.checkpoint.manager import format_size
 from megajax.checkpoint.memory_hosts import OWN, Holder, MemoryHosts
 from megajax.checkpoint.metadata import FORMAT, Progress
+from megajax.checkpoint.object_store import Path
 from megajax.checkpoint.peer import PeerClient
 from megajax.checkpoint.process_state import Part, PartName, assemble, write_part
 from megajax.checkpoint.shapes import shape_problem
@@ -48,18 +49,19 @@ class ReplicatedState:
       messages: for the start of the log.
     """
 
-    def __init__(self, run_directory: pathlib.Path, every: int, meta: Mapping[str, Any]):
+    def __init__(self, run_directory: Path, every: int, meta: Mapping[str, Any], files: pathlib.Path | None = None):
         """Finds the hosts and what they have; all processes must call it.
 
         Args:
           run_directory: of the run.
+          files: see `MemoryHosts`.
           meta: stored in each part: megajax's version, the configuration and the tokenizer.
 
         Raises:
           ConfigError: the directory in host memory cannot be written.
         """
         self.every, self.meta, self.blocked = every, dict(meta), 0.0
-        self.hosts = MemoryHosts(run_directory)
+        self.hosts = MemoryHosts(run_directory, files)
         self._thread = ThreadPoolExecutor(1, "replicate")
         self._pending: tuple[int, Future] | None = None  # step and result of the one in progress
         self._arrays: dict[str, jax.Array] | None = None  # the last copies, where their memory is reused

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megajax.checkpoint.directory import complete_steps
+from megajax.checkpoint.object_store import Path, children, is_remote, read
 from megajax.config import ConfigError
-from megajax.config.toml_file import is_toml_with
+from megajax.config.toml_file import is_toml_with, parse_toml
 
 __all__ = ["CHAT_TEMPLATE", "MODEL", "TOKENIZER", "copy_model", "copy_tokenizer", "refuse_foreign", "tokenizer_copy"]
 
@@ -37,14 +38,14 @@ KINDS = {
 }
 
 
-def refuse_foreign(directory: pathlib.Path) -> None:
+def refuse_foreign(directory: Path) -> None:
     """Raises ConfigError if a directory has files and is not that of a run."""
     try:
-        found = sorted(entry.name for entry in directory.iterdir())
+        found = sorted(entry.name for entry in (children if is_remote(directory) else pathlib.Path.iterdir)(directory))
     except OSError:  # there is none yet, or it cannot be read: whoever writes to it says why
         return
     foreign = [name for name in found if name not in OWN and not name.startswith(".") and not name.endswith(BESIDE)]
-    if not foreign or complete_steps(directory / "checkpoints") or is_toml_with(directory / "config.toml", SECTIONS):
+    if not foreign or complete_steps(directory / "checkpoints") or _is_of_run(directory / "config.toml"):
         return
     kind = next((kind for kind, files in KINDS.items() if set(files) & set(foreign)), "no run of megajax")
     shown = ", ".join(foreign[:SHOWN]) + (f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else "")
@@ -52,6 +53,15 @@ def refuse_foreign(directory: pathlib.Path) -> None:
     raise ConfigError(
         f"run_dir = {directory} holds {kind} ({shown}): pass --run-dir with a directory that is new or empty{use}."
     )
+
+
+def _is_of_run(config: Path) -> bool:
+    if not is_remote(config):
+        return is_toml_with(config, SECTIONS)
+    try:
+        return any(section in parse_toml(read(config)) for section in SECTIONS)
+    except (OSError, ValueError):
+        return False
 
 
 def tokenizer_copy(name: str, files: Sequence[pathlib.Path], directory: pathlib.Path) -> str:

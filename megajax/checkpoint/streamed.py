@@ -5,7 +5,6 @@ converted from another format with one part in memory. The files are those of an
 """
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -13,6 +12,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import type_handlers
+
+from megajax.checkpoint.object_store import Path, is_remote
+from megajax.checkpoint.store_drivers import kvstore
 
 __all__ = ["Part", "StreamedLeaf", "open_leaf", "streaming_handler"]
 
@@ -78,18 +80,19 @@ def streaming_handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
-def open_leaf(path: pathlib.Path, name: str):
+def open_leaf(path: Path, name: str):
     """A leaf of a complete checkpoint as a TensorStore, of which regions can be read.
 
     Args:
       path: the checkpoint's directory.
       name: the leaf's, "params/blocks/...".
     """
+    state = path / "state"
     spec = {
         "driver": "zarr",
         "kvstore": {
             "driver": "ocdbt",
-            "base": (path / "state").absolute().as_uri() + "/",
+            "base": kvstore(f"{state}/") if is_remote(path) else state.absolute().as_uri() + "/",
             "path": name.replace("/", ".") + "/",
         },
     }

@@ -1,5 +1,8 @@
 """Writes one checkpoint: asynchronously, by all processes together, and atomically.
 
+On a disk its directory has a temporary name until it is complete. In an object store its objects have their names at once,
+and the one that makes it a checkpoint (`directory.COMMITTED`) is written last.
+
 All of it runs in the writer's thread: directories, compression, files, checksums, the final name. So it contains no device
 collective: the main thread has those of a training step in flight, and with two threads their order could differ between
 processes, which deadlocks. The processes synchronise through jax's coordination service instead, and exchange their errors
@@ -16,7 +19,7 @@ deletes checkpoints as this package does, and blocks training for as short a tim
 * restoring does not notice every damaged file (checksums.py).
 """
 
-import pathlib
+import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,20 +29,24 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from megajax.checkpoint import checksums, durable
+from megajax.checkpoint import checksums, durable, object_store
+from megajax.checkpoint.directory import COMMITTED
+from megajax.checkpoint.object_store import Path, is_remote
+from megajax.checkpoint.store_drivers import orbax_path
 from megajax.runtime.exchange import gather_problems
 
 TEMPORARY = ".unfinished"  # suffix of the directory of a checkpoint that is not complete
 
 
 def write(
-    path: pathlib.Path,
+    path: Path,
     arrays: Any,
     meta: Mapping[str, Any],
     name: str,
     handler: ocp.PyTreeCheckpointHandler | None = None,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes a checkpoint; `path` exists only when all of it is on the disk, also after a power loss.
+    """Writes a checkpoint; `path` exists, or is complete, only when all of it is stored, also after a power loss.
 
     Args:
       path: the checkpoint's directory.
@@ -47,17 +54,21 @@ def write(
       meta: stored beside them, as JSON.
       name: of this attempt: the same on all processes, and unique in the run.
       handler: orbax's for these arrays; None: the one for jax's arrays.
+      before_commit: process 0 calls it before a checkpoint in an object store is made complete; it may raise.
 
     Raises:
       Exception: the error of the file system, of a library or of another process.
     """
     is_first = jax.process_index() == 0
-    unfinished = path.with_name(path.name + TEMPORARY)
-    state, about = (epath.Path(unfinished / part) for part in ("state", "meta"))  # orbax's path type
+    remote = is_remote(path)
+    unfinished = path if remote else path.with_name(path.name + TEMPORARY)
+    state, about = (epath.Path(orbax_path(unfinished / part)) for part in ("state", "meta"))  # orbax's path type
     handler = handler or ocp.PyTreeCheckpointHandler()
 
     def make_directories():
-        if is_first:
+        if is_first and remote:
+            object_store.remove_tree(unfinished)
+        elif is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
             state.mkdir(parents=True)
             about.mkdir()
@@ -65,13 +76,18 @@ def write(
     def write_own():
         handler.save(state, args=ocp.args.PyTreeSave(arrays))
         own = checksums.write_own(unfinished, jax.process_index())
-        durable.sync_files(own)  # by the host that wrote them: others cannot force its cache to the disk
+        if not remote:
+            durable.sync_files(own)  # by the host that wrote them: others cannot force its cache to the disk
 
     def finish():
         if is_first:
             handler.finalize(state)
             ocp.JsonCheckpointHandler().save(about, args=ocp.args.JsonSave(meta))
             checksums.write_rest(unfinished)
+            if remote:
+                before_commit()
+                object_store.write(path / COMMITTED, json.dumps({"attempt": name}).encode())
+                return
             durable.sync_tree(unfinished)
             unfinished.rename(path)
             durable.sync(path.parent)

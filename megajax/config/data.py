@@ -23,21 +23,21 @@ class DataConfig:
         None,
         f"indexed datasets to train and validate on, as megajax.data.preprocess or Megatron-LM writes them: {BLEND}",
         metavar="PREFIX",
-        text_kind="path",
+        text_kind="store",
         list_style="words",
     )
     train_data_path: tuple[str, ...] | None = setting(
         None,
         "indexed datasets to train on only, as --data-path",
         metavar="PREFIX",
-        text_kind="path",
+        text_kind="store",
         list_style="words",
     )
     valid_data_path: tuple[str, ...] | None = setting(
         None,
         "indexed datasets to validate on only, as --data-path; several sets: NAME=PREFIX ... NAME=PREFIX ...",
         metavar="PREFIX",
-        text_kind="path",
+        text_kind="store",
         list_style="words",
     )
     stream: tuple[str, ...] | None = setting(
@@ -114,10 +114,10 @@ class DataConfig:
     )
     data_cache: str | None = setting(
         None,
-        "directory of the sample indices",
+        "directory of the sample indices, and of the copies of pairs that are read from gs:// and s3://",
         metavar="DIR",
         text_kind="path",
-        shown_default="in the dataset's folder",
+        shown_default="in the dataset's folder, and ~/.cache/megajax/data",
     )
     verify_data: bool = setting(
         False, "read all of --data-path's files before the training and compare them with their checksums"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megajax.config.errors import ConfigError, near, option
 from megajax.schedules.arguments import FLOAT32, INT32, range_problem, text_problem
 from megajax.schedules.errors import shown
-from megajax.schedules.paths import path_problem, source_problem
+from megajax.schedules.paths import NAMED, path_problem, source_problem, store_problem, without_secrets
 
 NUMBERS = (int, float, int | None, float | None)
 PLAIN = (bool, int, float, str, type(None))  # True is not 1 as an argument of a typed cache, but it is in a tuple
@@ -42,9 +42,9 @@ def setting(
         metavar: the format of the value, as `--help` prints it; None: derived from the type.
         shown_default: the default as `--help` prints it, if None means a computed value.
         list_style: how a tuple is passed: "commas" (A,B,C), "words" (A B C) or "repeat" (the option once for each).
-        text_kind: of texts: "name"; "path" of this machine (or the name of something built in), which is no URL; "source", a
-          path, URL or hub:ORG/NAME; or "any",
-            which may be empty.
+        text_kind: of texts: "name"; "path" of this machine (or the name of something built in), which is no URL; "store", a
+          path, or a folder in an object store, gs://... or s3://...; "source", a path, URL or hub:ORG/NAME; or "any", which
+          may be empty.
     """
     metadata = {
         "help": text,
@@ -69,7 +69,8 @@ def check_fields(config: Any) -> None:
         value = getattr(config, field.name)
         problem = (_known_problem if type(value) in PLAIN else field_problem)(field, value)
         if problem:
-            raise ConfigError(f"{field.name} = {shown(value)} {problem.rule}: pass {problem.remedy}.")
+            word = without_secrets(value) if isinstance(value, str) else shown(value)
+            raise ConfigError(f"{field.name} = {word} {problem.rule}: pass {problem.remedy}.")
 
 
 # The planner's search checks tens of thousands of layouts, with the same few values in each field.
@@ -123,10 +124,12 @@ def metavar(field: dataclasses.Field) -> str:
 
 def _remote(value: Any, kind: str) -> tuple[str, str] | None:
     """Why a text, or the first of several, is no path of this machine, or no source, and what to pass."""
-    problem_of = {"path": path_problem, "source": source_problem}.get(kind)
+    problem_of = {"path": path_problem, "store": store_problem, "source": source_problem}.get(kind)
     if problem_of is None:
         return None
     words = value if isinstance(value, tuple) else (value,)
+    if kind == "store" and isinstance(value, tuple):
+        words = tuple(NAMED.sub("", word, count=1) if isinstance(word, str) else word for word in words)
     return next((problem for word in words if isinstance(word, str) and (problem := problem_of(word))), None)
 
 

@@ -18,7 +18,7 @@ from megajax.config.sections import GROUPS, option_names
 from megajax.config.unknown_options import describe_unknown
 from megajax.schedules import arguments
 from megajax.schedules.arguments import plain_text, real_number, whole_number
-from megajax.schedules.paths import local_path, source_path
+from megajax.schedules.paths import local_path, named_store_path, source_path, store_path
 
 # The options that `--help` prints first, with --model.
 MOST_USED = (
@@ -209,6 +209,8 @@ def _reader(field: dataclasses.Field) -> Callable[[str], Any]:
     """The parser of an option's text, or of each of its words, for a field."""
     if field.metadata["text_kind"] == "path":
         return local_path
+    if field.metadata["text_kind"] == "store":
+        return named_store_path if field.metadata["list_style"] == "words" else store_path
     if field.metadata["text_kind"] == "source":
         return source_path
     if field.metadata["list_style"] in ("words", "repeat"):

@@ -6,6 +6,7 @@ from megajax.config.errors import ConfigError
 from megajax.config.fields import check_fields, setting
 from megajax.schedules.arguments import is_count
 from megajax.schedules.errors import shown
+from megajax.schedules.paths import is_store
 
 # Names the directory in which the processes of a host keep their replicated state.
 MEMORY_VARIABLE = "MEGAJAX_MEMORY_DIR"
@@ -19,16 +20,16 @@ class OutputConfig:
 
     run_dir: str | None = setting(
         None,
-        "directory for checkpoints, logs and configuration",
+        "directory for checkpoints, logs and configuration; also gs://BUCKET/FOLDER or s3://BUCKET/FOLDER (extra stores)",
         metavar="DIR",
-        text_kind="path",
+        text_kind="store",
         shown_default="nothing is kept",
     )
     resume: str = setting(
         "no",
         "auto: resume from run_dir's newest checkpoint, if there is one; STEP: from that step's; DIR: from another run's",
         metavar="no|auto|STEP|DIR",
-        text_kind="path",
+        text_kind="store",
     )
     save_every: int = setting(1000, "steps between two checkpoints; there is always one at the end and at a stop")
     max_to_keep: int = setting(3, "newest checkpoints to keep")
@@ -101,5 +102,10 @@ class OutputConfig:
             raise ConfigError(f"track_artifacts = {self.track_artifacts} has no checkpoints: pass --run-dir DIR too.")
         if self.resume != "no" and self.run_dir is None:
             raise ConfigError(f"resume = {self.resume} needs a directory: pass --run-dir DIR too.")
+        if self.track_artifacts != "none" and is_store(self.run_dir):
+            raise ConfigError(
+                f"track_artifacts = {self.track_artifacts} logs checkpoints of a directory of this machine, and run_dir = "
+                f"{self.run_dir} is in an object store: pass --track-artifacts none."
+            )
         if self.resume.isdecimal() and not is_count(self.resume):
             raise ConfigError(f"resume = {shown(self.resume)} is not a step: pass --resume auto.")

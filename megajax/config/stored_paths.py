@@ -15,6 +15,7 @@ from typing import Any
 from megajax.config.run import RunConfig
 from megajax.config.sections import GROUPS
 from megajax.config.validation_sets import NAMED
+from megajax.schedules.paths import is_store
 
 __all__ = ["PATH_FIELDS", "absolute_paths", "resolve_paths", "store_paths"]
 
@@ -22,7 +23,7 @@ PATH_FIELDS = {
     field.name
     for config in (RunConfig, *(group.config for group in GROUPS))
     for field in dataclasses.fields(config)
-    if field.metadata.get("text_kind") in ("path", "source")
+    if field.metadata.get("text_kind") in ("path", "store", "source")
 }
 WRITTEN = ("run_dir", "log_jsonl", "data_cache")  # they need not exist yet
 NAMES = ("tokenizer", "schedule")  # a bare word is a name
@@ -37,6 +38,8 @@ def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 
     def absolute(name: str, word: str) -> str:
         named_first = name in NAMES and not ("." in word or os.sep in word)
+        if is_store(word):
+            return word
         exists = name in WRITTEN or (_is_path(name, word) and _exists(word))
         return os.path.abspath(word) if exists and not named_first else word
 
@@ -47,6 +50,8 @@ def store_paths(values: Mapping[str, Any], run_directory: pathlib.Path | None) -
     """The values as a run's config.toml has them: absolute, and inside the run directory relative to it."""
 
     def stored(name: str, word: str) -> str:
+        if is_store(word):
+            return word
         path = pathlib.Path(word)
         inside = run_directory is not None and path.is_absolute() and path.is_relative_to(run_directory)
         return path.relative_to(run_directory).as_posix() if inside else word
@@ -58,6 +63,8 @@ def resolve_paths(values: Mapping[str, Any], directory: pathlib.Path) -> dict[st
     """The values of a configuration file in `directory`, with its relative paths resolved."""
 
     def resolved(name: str, word: str) -> str:
+        if is_store(word):
+            return word
         path = os.path.join(directory, word)
         return os.path.abspath(path) if _is_path(name, word) and _exists(path) else word
 

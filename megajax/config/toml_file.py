@@ -24,6 +24,11 @@ def read_toml(path: str | os.PathLike) -> dict[str, Any]:
     """
     with open(path, "rb") as file:
         data = file.read(LARGEST + 1)
+    return parse_toml(data)
+
+
+def parse_toml(data: bytes) -> dict[str, Any]:
+    """The tables of the content of a TOML file. Raises ValueError as `read_toml`."""
     if len(data) > LARGEST:
         raise ValueError(f"it has more than {LARGEST >> 20} MB")
     text = data.decode("utf-8")

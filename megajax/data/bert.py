@@ -8,7 +8,6 @@ The samples equal those of Megatron's BERTMaskedWordPieceDataset. They are read 
 
 import dataclasses
 import os
-import pathlib
 
 import numpy as np
 
@@ -121,7 +120,7 @@ class BertSamples:
     def index(self, description, build, documents, lengths, cache) -> np.ndarray:
         """The rows of `build_sentence_index`, which `build` returns by the name "sentences", built or from the cache."""
         check_dataset(self.dataset)
-        folder = pathlib.Path(self.dataset.prefix).parent / "index_cache" if cache is None else cache
+        folder = self.dataset.cache_folder if cache is None else cache
         used = [documents, lengths[documents[0] : documents[-1]]]
         return cached_arrays(folder, description, used, build)["sentences"]
 

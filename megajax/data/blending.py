@@ -223,7 +223,7 @@ class Blend:
         """
 
         def part(prefix: str, count: int | None) -> Any:
-            return make(IndexedDataset(prefix), bounds, count, sequence_length, seed, cache)
+            return make(IndexedDataset(prefix, cache=cache), bounds, count, sequence_length, seed, cache)
 
         if self.weights is None and len(self.prefixes) == 1:
             return part(self.prefixes[0], samples)

@@ -1,7 +1,6 @@
 """GPT samples of one indexed dataset, in Megatron's order."""
 
 import os
-import pathlib
 from typing import Protocol
 
 import numpy as np
@@ -63,7 +62,7 @@ class GPTSamples:
         def build():
             return build_sample_index(dataset.lengths, first, last, sequence_length, samples, seed)._asdict()
 
-        folder = pathlib.Path(dataset.prefix).parent / "index_cache" if cache is None else cache
+        folder = dataset.cache_folder if cache is None else cache
         description = {"index": "GPTDataset", **request}
         try:
             self.index = SampleIndex(**cached_arrays(folder, description, [dataset.lengths[first:last]], build))

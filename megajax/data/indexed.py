@@ -28,6 +28,7 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.data.pair_sums import SummedFile, sums_path, write_sums
 from megajax.data.read_file import missing_pair
+from megajax.data.remote_pair import cache_folder, map_bytes, pair_files, pair_paths
 
 __all__ = ["DTYPES", "IndexedDataset", "IndexedWriter", "dtype_for", "pair_paths"]
 
@@ -44,33 +45,32 @@ def dtype_for(vocabulary: int) -> np.dtype:
     return np.dtype("<u2" if vocabulary < 65500 else "<i4")
 
 
-def pair_paths(prefix: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
-    """(PREFIX.bin, PREFIX.idx)."""
-    return pathlib.Path(f"{os.fspath(prefix)}.bin"), pathlib.Path(f"{os.fspath(prefix)}.idx")
-
-
 class IndexedDataset:
     """A memory-mapped pair: opening reads a few pages regardless of its size, and nothing is copied.
 
     Attributes:
-      prefix: path without `.bin` or `.idx`.
+      prefix: path without `.bin` or `.idx`; it may be of an object store.
       dtype: of the ids.
       lengths: int32 [sequences], tokens.
       offsets: int64 [sequences], bytes in .bin.
       documents: int64 [documents + 1], sequences.
       modes: int8 [sequences], or None if the pair is not opened as multimodal.
+      cache_folder: for the indices of its samples.
       tokens: all ids, [tokens].
     """
 
-    def __init__(self, prefix: str | os.PathLike, multimodal: bool = False):
+    def __init__(self, prefix: str | os.PathLike, multimodal: bool = False, cache: str | os.PathLike | None = None):
         """Opens PREFIX.bin and PREFIX.idx; checks the header, the sizes and the first and last element of every array.
+
+        `cache`: see `cache_folder`.
 
         Raises:
           ConfigError: a file is missing, truncated or of another format, or the two files are not a pair. The message
             gives the byte. `check` reads the whole index.
         """
         self.prefix = os.fspath(prefix)
-        self._bin, self._idx = pair_paths(prefix)
+        self._bin, self._idx = pair_files(prefix, cache)
+        self.cache_folder = cache_folder(self.prefix, cache)
         raw = self._map(self._idx)
         sequences, boundaries = self._header(raw)
         sizes = {"lengths": 4 * sequences, "offsets": 8 * sequences, "documents": 8 * boundaries}
@@ -231,7 +231,7 @@ class IndexedDataset:
         if self._size(path) == 0:
             return np.empty(0, np.uint8)
         try:
-            return np.asarray(np.memmap(path, np.uint8, mode="r"))
+            return map_bytes(path)
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}; pass a readable file") from None
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from megajax.config import ConfigError
+from megajax.schedules.paths import is_store
 
-__all__ = ["expanded", "is_url", "open_binary", "remote_errors", "size_of"]
+__all__ = ["expanded", "is_url", "open_binary", "read_range", "remote_errors", "size_of", "version_of"]
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 BUFFER = 1 << 20  # bytes that are asked of a store at once
@@ -38,6 +39,20 @@ def size_of(path: str) -> int:
         return os.path.getsize(path)
     system, name = _system(path)
     return int(system.size(name) or 0)
+
+
+def read_range(path: str, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a URL; raises as `open_binary`."""
+    system, name = _system(path)
+    return system.cat_file(name, start=start, end=stop)
+
+
+def version_of(path: str) -> str:
+    """A text that changes when the object at a URL is replaced; raises as `open_binary`."""
+    system, name = _system(path)
+    about = system.info(name)
+    kinds = ("ETag", "etag", "generation", "md5Hash", "crc32c", "LastModified", "updated", "mtime", "created")
+    return " ".join(f"{kind}={about[kind]}" for kind in kinds if kind in about)
 
 
 def expanded(paths: Sequence[str], option: str) -> list[str]:
@@ -88,9 +103,12 @@ def _matches(path: str, option: str) -> list[str]:
 def _system(path: str) -> tuple[Any, str]:
     """The file system of a URL, and the name in it."""
     try:
+        import fsspec.config
         import fsspec.core
     except ImportError as error:
         raise ConfigError(f"{path} is a URL, which fsspec reads ({error}): pip install 'megajax[data]'") from None
+    if path.startswith(("s3:", "gs:")):  # other processes change the objects: lists are never kept
+        fsspec.config.conf.setdefault(path[:2], {}).setdefault("use_listings_cache", False)
     return fsspec.core.url_to_fs(path)
 
 
@@ -101,7 +119,8 @@ def _reason(path: str, error: Exception) -> str:
         return "permission denied; the libraries of fsspec look for credentials in the environment or their own files"
     text = " ".join(str(error).split())[:300]
     if isinstance(error, ImportError):
-        return f"the library for {URL.match(path)[0]} is not installed ({text})"
+        extra = ": pip install 'megajax[stores]'" if is_store(path) else ""
+        return f"the library for {URL.match(path)[0]} is not installed ({text}){extra}"
     if isinstance(error, ValueError) and text.startswith("Protocol not known"):
         return f"fsspec knows no {URL.match(path)[0]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

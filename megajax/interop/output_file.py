@@ -4,10 +4,12 @@ import contextlib
 import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Iterator
 
 import jax
 
+from megajax.checkpoint.object_store import Path, files_below, is_remote, remove_tree, store_errors
 from megajax.checkpoint.writer import on_all_processes, reason_of
 from megajax.config import ConfigError
 from megajax.schedules.paths import tell_replaced
@@ -59,12 +61,18 @@ def unwritable(path: pathlib.Path, error: Exception) -> ConfigError:
 
 
 @contextlib.contextmanager
-def replace_directory(path: pathlib.Path, option: str) -> Iterator[pathlib.Path]:
+def replace_directory(path: Path, option: str) -> Iterator[pathlib.Path]:
     """A temporary directory beside `path`, renamed to it at the end, and deleted after an error. All processes enter it.
+
+    Of an object store it is in this machine's folder of temporary files, and is copied at the end.
 
     Raises:
       ConfigError: `path` has files, or cannot be written.
     """
+    if is_remote(path):
+        with _folder_of_store(path, option) as folder:
+            yield folder
+        return
     path = path.absolute()
     unfinished, is_first = path.with_name(path.name + TEMPORARY), jax.process_index() == 0
 
@@ -90,3 +98,27 @@ def replace_directory(path: pathlib.Path, option: str) -> Iterator[pathlib.Path]
     finally:
         if is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _folder_of_store(path: Path, option: str) -> Iterator[pathlib.Path]:
+    """`replace_directory` of a folder in an object store. The file that readers look for, config.json, is copied last."""
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"{option} {path} is in an object store, which one process writes: pass a directory, or run one"
+        )
+    try:
+        if files_below(path):
+            raise ConfigError(f"{path} exists and is not an empty directory: pass another {option}")
+        with tempfile.TemporaryDirectory(prefix="megajax-export-") as folder:
+            yield pathlib.Path(folder)
+            try:
+                for name in sorted(files_below(pathlib.Path(folder)), key=lambda name: (name == "config.json", name)):
+                    with store_errors():
+                        path.fs.put_file(os.path.join(folder, name), (path / name).path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    remove_tree(path)
+                raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {reason_of(error)}; pass another {option}") from None

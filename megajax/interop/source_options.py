@@ -9,7 +9,7 @@ from typing import Any
 from megajax.config import ConfigError
 from megajax.config.options import add_trust
 from megajax.schedules.arguments import CommandParser, plain_text, whole
-from megajax.schedules.paths import local_path
+from megajax.schedules.paths import local_path, store_path
 
 __all__ = ["add_mesh_options", "add_model_options", "check_model_options", "usual_precision"]
 
@@ -18,7 +18,7 @@ def add_model_options(parser: CommandParser) -> None:
     """Adds --run-dir, --init-from, --trust, --step, --ema and --precision."""
     parser.renamed["--hf"] = "--init-from"
     model = parser.add_argument_group("the model")
-    model.add_argument("--run-dir", type=local_path, metavar="RUN", help="directory of a training run with checkpoints")
+    model.add_argument("--run-dir", type=store_path, metavar="RUN", help="directory of a training run with checkpoints")
     model.add_argument(
         "--init-from",
         type=local_path,

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import jax
 
-from megajax.checkpoint.directory import NAME, complete_steps
+from megajax.checkpoint.directory import NAME, steps_of
 from megajax.checkpoint.layout import StateLayout, name_of, named
+from megajax.checkpoint.mirror import local_files
+from megajax.checkpoint.object_store import place
 from megajax.checkpoint.run_files import MODEL
 from megajax.checkpoint.shapes import NO_AVERAGE
 from megajax.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
@@ -109,11 +111,12 @@ class RunDirectorySource:
         Raises:
           ConfigError: the directory has no configuration or no such checkpoint, or its tokenizer cannot be loaded.
         """
-        directory, self._averaged = pathlib.Path(run_dir).absolute(), ema
-        config, steps = directory / "config.toml", complete_steps(directory / "checkpoints")
+        directory, self._averaged = place(run_dir), ema
+        files, steps = local_files(directory), steps_of(directory / "checkpoints")
+        config = files / "config.toml"
         if not config.is_file():
-            problem = "has no config.toml" if directory.is_dir() else "is not a directory"
-            model = f", or pass --init-from {run_dir}" if (directory / "config.json").is_file() else ""
+            problem = "has no config.toml" if files.is_dir() else "is not a directory"
+            model = f", or pass --init-from {run_dir}" if (files / "config.json").is_file() else ""
             raise ConfigError(f"{directory} {problem}: give --run-dir the directory of a training run{model}.")
         if step is None and steps:  # a training may write another one meanwhile
             step = int(broadcast("weights/step", lambda: str(steps[-1])))
@@ -123,7 +126,7 @@ class RunDirectorySource:
             remedy = "pass another --step" if steps else "train with --save-every, or give another --run-dir"
             raise ConfigError(f"no {wanted} in {directory / 'checkpoints'}: {there}; {remedy}.")
         self.path = directory / "checkpoints" / NAME.format(step)
-        self.hugging_face = directory / MODEL if (directory / MODEL).is_dir() else None
+        self.hugging_face = files / MODEL if (files / MODEL).is_dir() else None
         words = ["--config", str(config), *(["--trust"] if trust else [])]
         self.request: Request = parse(words, "", {"model": "tiny"})  # the file has all fields
         run = self.run("fp32")

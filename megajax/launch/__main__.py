@@ -13,6 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megajax.checkpoint.directory import complete_steps
+from megajax.checkpoint.mirror import with_local_config
+from megajax.checkpoint.object_store import Path, is_remote, place
 from megajax.config import ConfigError
 from megajax.config.cli import Request
 from megajax.config.output import MEMORY_VARIABLE
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> int:
         options = read_options(sys.argv[1:] if arguments is None else arguments)
         sys.path.insert(0, os.getcwd())
-        request = read_request(options.module, options.arguments)
+        request = read_request(options.module, with_local_config(options.arguments))
         if request.output.run_dir is None:
             raise ConfigError("the launcher needs a directory that all hosts share: pass --run-dir DIR")
         return supervise(options, request)
@@ -44,7 +46,13 @@ def supervise(options: Options, request: Request) -> int:
     options = dataclasses.replace(options, processes_per_node=per_node)
     devices = devices_per_process(request, options.most * per_node, per_node, os.environ)
     legal = layouts(request, options.least, options.most, per_node * devices)
-    run = pathlib.Path(request.output.run_dir).absolute()
+    run = place(request.output.run_dir)
+    if is_remote(run) and options.rendezvous is None:
+        raise ConfigError(
+            f"run_dir = {run} is in an object store, through which the agents of the hosts cannot agree: pass --rendezvous "
+            "DIR, a directory that all hosts share (of a single host, any), before the --"
+        )
+    files = pathlib.Path(options.rendezvous).absolute() if options.rendezvous else run / "launch"
     memory = memory_directory(run)
     on_cpu = request.devices is None and not visible_gpus(os.environ)
 
@@ -54,19 +62,23 @@ def supervise(options: Options, request: Request) -> int:
         found = {}
         for index in range(per_node):
             place = placement(generation, first + index, len(generation.members) * per_node)
-            environment = worker_environment(os.environ, run, memory) | gpus_of(index, per_node, os.environ)
+            environment = worker_environment(os.environ, files, memory) | gpus_of(index, per_node, os.environ)
             found[first + index] = [*words, *place], environment
         return found
 
     def resume() -> list[str]:
         """The first start does as it is told; the later ones resume from the newest checkpoint."""
-        later = complete_steps(run / "checkpoints") or request.output.resume == "no"
+        try:
+            later = complete_steps(run / "checkpoints") or request.output.resume == "no"
+        except OSError:  # of an object store: the processes ask it again
+            later = True
         return ["--resume", "auto"] if later else []
 
     try:
-        agent = Agent(options, run / "launch", legal, commands, resume)
+        agent = Agent(options, files, legal, commands, resume)
     except OSError as error:
-        problem = f"cannot write {run / 'launch'}: {error.strerror}; give --run-dir a directory that all hosts share"
+        flag = "--rendezvous" if options.rendezvous else "--run-dir"
+        problem = f"cannot write {files}: {error.strerror}; give {flag} a directory that all hosts share"
         raise ConfigError(problem) from error
     try:
         return agent.run()
@@ -82,17 +94,17 @@ def placement(generation: Generation, rank: int, processes: int) -> list[str]:
     return [word for name, value in found.items() for word in (f"--{name}", str(value))]
 
 
-def worker_environment(environment: Mapping[str, str], run: pathlib.Path, memory: pathlib.Path) -> dict[str, str]:
+def worker_environment(environment: Mapping[str, str], files: pathlib.Path, memory: pathlib.Path) -> dict[str, str]:
     """The environment of a training process: compiled programs are kept, so that a restart need not compile them."""
     defaults = {
-        "JAX_COMPILATION_CACHE_DIR": str(run / "launch" / "compiled"),
+        "JAX_COMPILATION_CACHE_DIR": str(files / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         MEMORY_VARIABLE: str(memory),
     }
     return defaults | dict(environment)
 
 
-def memory_directory(run: pathlib.Path) -> pathlib.Path:
+def memory_directory(run: Path) -> pathlib.Path:
     """A directory in this host's memory, of this run and agent; removes those of agents that have died."""
     prefix = f"megajax-{hashlib.sha256(str(run).encode()).hexdigest()[:12]}-"
     for old in pathlib.Path("/dev/shm").glob(f"{prefix}*"):

@@ -9,6 +9,7 @@ from megajax.config.launch import LONGEST
 from megajax.config.options import Parser
 from megajax.schedules.arguments import is_count, number, plain_text, split_command, whole
 from megajax.schedules.errors import shown
+from megajax.schedules.paths import local_path
 
 DESCRIPTION = """Supervise a host's training processes. Start the same command on every host:
 
@@ -30,6 +31,7 @@ class Options:
     wait_minutes: float
     max_failures: int
     address: str | None
+    rendezvous: str | None
     module: str
     arguments: tuple[str, ...]
 
@@ -58,6 +60,13 @@ def parser() -> Parser:
     add("--wait-minutes", seconds, 60, "MINUTES", "give up when there have been fewer than MIN hosts for this long")
     add("--max-failures", whole(0), 5, "COUNT", "give up after more failures than this without a further step")
     add("--address", plain_text, None, "HOST", "this host's address for the others")
+    made.add_argument(
+        "--rendezvous",
+        type=local_path,
+        metavar="DIR",
+        help="directory that all hosts share, for the agents' files; of a --run-dir in an object store it must be given "
+        "(default: launch in --run-dir)",
+    )
     return made
 
 

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megajax.checkpoint.mirror import with_local_config
 from megajax.config import ConfigError, RunConfig
 from megajax.config.cli import Experiment, Importer, Request, parse
 from megajax.config.parallel import DEFAULT_CPU_DEVICES
 from megajax.config.sample import SampleConfig
 from megajax.runtime.heartbeat import VARIABLE, Heartbeat
 from megajax.schedules.errors import exit_code
+from megajax.schedules.paths import is_store
 
 LAST_RUN_ENDS = 60.0  # seconds in which the processes that the launcher has lost end by themselves
 # (trainer, what to continue) before the training -> (the trained state) -> the text.
@@ -46,7 +48,7 @@ def main(
     heartbeat = Heartbeat(os.environ)
 
     def run() -> int:
-        request = parse(arguments, experiment)
+        request = parse(with_local_config(arguments), experiment)
         if request.dry_shapes:
             return print_shapes(request)
         if request.evaluate and evaluator is None:
@@ -74,7 +76,8 @@ def train(
     from megajax.train.replica_check import ReplicasDiffer
 
     started = time.monotonic()
-    run_dir = request.output.run_dir and os.path.abspath(request.output.run_dir)
+    run_dir = request.output.run_dir
+    run_dir = run_dir if run_dir is None or is_store(run_dir) else os.path.abspath(run_dir)
     patience = LAST_RUN_ENDS if VARIABLE in os.environ else 0.0
     with EarlyLock(run_dir if is_first(request.launch) else None, patience) as lock:
 

@@ -1,4 +1,4 @@
-"""A run's directory: its configuration, checkpoints, logs and traces.
+"""A run's directory: its configuration, checkpoints, logs and traces; in an object store see checkpoint/mirror.py.
 
 RUN_DIR/config.toml     the configuration that the run was started with; --config replays it
         checkpoints/    see checkpoint/manager.py
@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import sys
 from typing import Any
 
 import jax
@@ -25,9 +26,10 @@ import megajax
 from megajax.checkpoint import reader
 from megajax.checkpoint.directory import choose, complete_steps
 from megajax.checkpoint.layout import StateLayout, named
-from megajax.checkpoint.lock import DirectoryLock
 from megajax.checkpoint.manager import Checkpoints, Progress
 from megajax.checkpoint.metadata import run_meta
+from megajax.checkpoint.mirror import Mirror, snapshot
+from megajax.checkpoint.object_store import exists, is_remote, place
 from megajax.checkpoint.replicated import ReplicatedState
 from megajax.checkpoint.run_files import (
     CHAT_TEMPLATE,
@@ -38,6 +40,7 @@ from megajax.checkpoint.run_files import (
     refuse_foreign,
     tokenizer_copy,
 )
+from megajax.checkpoint.store_lock import lock_run
 from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError, OutputConfig, RunConfig
 from megajax.config.batch_ramp import batch_size, remaining_steps
@@ -72,9 +75,10 @@ class Profiler:
     The schedule's operations have their names in it (pipeline/executor.py).
     """
 
-    def __init__(self, steps: str, directory: str | pathlib.Path):
-        """`steps` is "START:STOP"; each process writes a directory of its own."""
+    def __init__(self, steps: str, directory: str | pathlib.Path, shown: Any = None):
+        """`steps` is "START:STOP"; each process writes a directory of its own; `shown`: the directory in the message."""
         self.start, self.stop = map(int, steps.split(":"))
+        self._shown = shown or directory
         self.directory = pathlib.Path(directory) / f"process_{jax.process_index()}"
         self.running = False
 
@@ -103,13 +107,15 @@ class Profiler:
             jax.profiler.stop_trace()
         except Exception as error:  # a full disk, of which jax gives no documented error
             return f"warning: the profile of steps {self.start} to {self.stop - 1} was not written: {reason_of(error)}"
-        return f"profile   steps {self.start} to {self.stop - 1} in {self.directory}"
+        return f"profile   steps {self.start} to {self.stop - 1} in {self._shown / self.directory.name}"
 
 
 class RunDirectory:
     """The files of one run; without `run_dir` in its OutputConfig there are none but an optional log.jsonl.
 
     Attributes:
+      place: the run directory, here or in an object store; None: there is none.
+      directory: where the run's files are written on this machine: the same, or a folder that is copied to the store.
       checkpoints, profiler, replicas: for the loop; None without a directory.
       messages: lines for the start of the log.
     """
@@ -126,47 +132,70 @@ class RunDirectory:
             is "no". All processes of a run raise it.
         """
         self.run, self.output, self.request = run, output, request
-        self.directory = pathlib.Path(output.run_dir).absolute() if output.run_dir else None
+        self.place = place(output.run_dir) if output.run_dir else None
+        self.directory, self._mirror = self.place, None
         self._tokenizer, self._tokenizer_files = tokenizer, getattr(tokenizer, "files", ())
         if output.track and jax.process_index() == 0:
             require_library(output.track)
         self.jsonl = output.log_jsonl
         self.messages: list[str] = []
         self.checkpoints = self.profiler = self.replicas = self.lock = self._resumed_path = self._stored_data = None
-        if self.directory is None:
+        if self.place is None:
             return
-        choose(self.directory / "checkpoints", output.resume)  # an error here leaves no new directory behind
-        refuse_foreign(self.directory)
+        choose(self.place / "checkpoints", output.resume)  # an error here leaves no new directory behind
+        refuse_foreign(self.place)
         self._lock_directory()
-        self._resumed_path, message = choose(self.directory / "checkpoints", output.resume)
+        self._resumed_path, message = choose(self.place / "checkpoints", output.resume)
         self.messages += [message] if message else []
         self.meta = run_meta(run, tokenizer)
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", output, self.meta, self.lock)
+        self.checkpoints = Checkpoints(self.place / "checkpoints", output, self.meta, self.lock)
+        if self._mirror:
+            self.checkpoints.more_messages = self._mirror.messages
         if self._resumed_path is None:
             self._save_config()  # else after the checkpoint has been found to be of this model and tokenizer
         self.jsonl = self.jsonl or str(self.directory / "log.jsonl")
         if output.profile:
-            self.profiler = Profiler(output.profile, self.directory / "profile")
+            self.profiler = Profiler(output.profile, self.directory / "profile", self.place / "profile")
         if output.replicate_state:
-            self.replicas = ReplicatedState(self.directory, output.replicate_state, self.meta)
+            self.replicas = ReplicatedState(self.place, output.replicate_state, self.meta, self.directory)
 
     def _lock_directory(self) -> None:
-        """Process 0 creates and locks the directory for all processes."""
-        problem = None
+        """Process 0 creates and locks the directory for all processes. Of a store, each then has a folder of its own."""
+        problem, remote = None, is_remote(self.place)
         if jax.process_index() == 0:
             try:
-                if self.output.resume != "no" and not self.directory.exists():
-                    self.messages.append(f"resume    {self.directory} does not exist and is created")
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self.lock = DirectoryLock(self.directory, recreate=self._recreate)
+                if self.output.resume != "no" and not exists(self.place):
+                    self.messages.append(f"resume    {self.place} does not exist and is created")
+                if not remote:
+                    self.place.mkdir(parents=True, exist_ok=True)
+                self.lock = lock_run(self.place, recreate=self._recreate)
             except OSError as error:
-                problem = f"cannot create {self.directory}: {error.strerror}; give --run-dir a writable directory"
+                problem = f"cannot create {self.place}: {error.strerror}; give --run-dir a writable directory"
             except ConfigError as error:
                 problem = str(error)
         if problems := gather_problems("run directory/lock", problem):
             raise ConfigError(problems[0])
+        if remote:
+            try:
+                self._mirror = Mirror(self.place, self._is_fetched)
+                self.directory = self._mirror.local
+            except OSError as error:
+                problem = f"cannot read {self.place}: {error.strerror}"
+            if problems := gather_problems("run directory/files", problem):
+                self.finish()
+                raise ConfigError(next(iter(problems.values())))
+
+    @staticmethod
+    def _is_fetched(name: str) -> bool:
+        """Whether this process continues a file that the store has of an earlier session."""
+        process = jax.process_index()
+        own = name in (f"logs/process_{process}.log", "logs/tracker.log")
+        return own or (process == 0 and name.partition("/")[0] not in ("tensorboard", "profile", "logs"))
 
     def _recreate(self) -> None:
+        if self._mirror:
+            self._mirror.forget()
+            return
         (self.directory / "checkpoints").mkdir(exist_ok=True)
         self._save_config()
 
@@ -204,7 +233,7 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(f"cannot write {self.directory / TOKENIZER}: {error.strerror}; {remedy}") from error
         tables = self._tables()
-        text = toml_text(tables, HEADER.format(path=path))
+        text = toml_text(tables, HEADER.format(path=self.place / "config.toml"))
         save_config(path, text, remedy, parents=True)
         with contextlib.suppress(OSError):  # a full disk: the directory is then read with --trust
             sign_imports(self.directory, tables["options"].get("imports", ()), os.environ)
@@ -215,6 +244,9 @@ class RunDirectory:
 
     def _model_files(self) -> list[pathlib.Path]:
         """Files of the model that the weights are from: of --init-from, or of the run that is resumed."""
+        if self._resumed_path is not None and is_remote(self._resumed_path):
+            other = self._resumed_path.parent.parent
+            return model_files(snapshot(other, lambda name: name.startswith(f"{MODEL}/")) / MODEL)
         if self._resumed_path is not None:
             return model_files(self._resumed_path.parent.parent / MODEL)
         return model_files(pathlib.Path(self.run.train.init_from)) if self.run.train.init_from else []
@@ -277,7 +309,7 @@ class RunDirectory:
         """The state replicated in host memory, if it is as new as the newest checkpoint and `resume` is "auto"."""
         if self.replicas is None:
             return None
-        newest = complete_steps(self.directory / "checkpoints")[-1:] or [0]
+        newest = complete_steps(self.place / "checkpoints")[-1:] or [0]
         at_least = newest[0] if self.output.resume == "auto" else None
         found = self.replicas.restore(self.run, training.stored_layout, at_least)
         if found:
@@ -305,14 +337,16 @@ class RunDirectory:
     def _tracker(self, progress: Progress) -> Tracker | None:
         if self.output.track is None:
             return None
-        name = self.directory.name if self.directory else self.run.model.name
-        request = request_of(self.output, name, self._session(), progress.step)
+        name = self.place.name if self.place else self.run.model.name
+        request = request_of(self.output, name, self._session(), progress.step, self.directory)
         return Tracker(request, self.directory and self.directory / "logs" / "tracker.log", self.output.track_artifacts)
 
     @property
     def _resumes_itself(self) -> bool:
         """Whether the state to resume from is this run's own, and not that of another run directory."""
-        checkpoints = self.directory and self.directory / "checkpoints"
+        checkpoints = self.place and self.place / "checkpoints"
+        if is_remote(self.place) or is_remote(self._resumed_path):
+            return self._resumed_path is None or str(self._resumed_path.parent) == str(checkpoints)
         return self._resumed_path is None or self._resumed_path.resolve().parent == checkpoints.resolve()
 
     def last_record(self, step: int) -> dict[str, float | None]:
@@ -332,6 +366,8 @@ class RunDirectory:
     def close(self, wait: bool = True) -> list[str]:
         """Ends the trace, waits for the save in progress, and frees the lock; returns the messages of the first two.
 
+        In an object store the lock stays until `finish`.
+
         `wait`: False if the save in progress cannot end, because another process of the run is gone.
         """
         traced = self.profiler.close() if self.profiler else None
@@ -339,8 +375,18 @@ class RunDirectory:
         if wait:
             messages += self.checkpoints.close() if self.checkpoints else []
             if self.replicas:
-                saved = complete_steps(self.directory / "checkpoints")[-1:] or [-1]
+                saved = self.checkpoints.steps()[-1:] or [-1]
                 messages += self.replicas.close(clear=self.replicas.newest is None or self.replicas.newest <= saved[0])
-        if self.lock:
+        if self.lock and not is_remote(self.place):
             self.lock.release()
         return messages
+
+    def finish(self) -> None:
+        """Copies the last lines to an object store, and frees the lock; called after all else, on a disk without effect."""
+        if not is_remote(self.place):
+            return
+        for text in self._mirror.close() if self._mirror else []:
+            print(text, file=sys.stderr)
+        if self.lock:
+            self.lock.release()
+        self._mirror = self.lock = None

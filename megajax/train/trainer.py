@@ -165,6 +165,19 @@ class Trainer:
                 'OutputConfig(run_dir=DIR, resume="auto") it resumes, and TrainConfig(steps=...) may be larger.'
             )
         self._fitted = True
+        try:
+            return self._fit(watchdog, started, initial_params, evaluations)
+        finally:
+            self.directory.finish()
+
+    def _fit(
+        self,
+        watchdog: Watchdog | None,
+        started: float | None,
+        initial_params: Callable[[str, Training], Any] | None,
+        evaluations: Sequence[Evaluation],
+    ) -> Result:
+        """See `fit`."""
         goodput = self._goodput(started)
         devices = self.mesh.devices.flatten().tolist()
         # CPU devices share the cores with one another and with all else that runs: no figure is a peak

@@ -67,7 +67,7 @@ def test_paths_of_this_machine_are_paths(word):
 def test_every_field_that_takes_a_path_is_declared_as_one():
     fields = {field.name: field for config in CONFIGS for field in dataclasses.fields(config)}
     taken = {
-        name: field.metadata["text_kind"] == "path"
+        name: field.metadata["text_kind"] in ("path", "store")
         for name, field in fields.items()
         if re.search("FILE|DIR|PREFIX", field.metadata.get("metavar") or "")
     }
@@ -75,19 +75,70 @@ def test_every_field_that_takes_a_path_is_declared_as_one():
     assert len(taken) >= 17
 
 
+IN_STORES = ("--run-dir", "--resume")  # may be gs:// or s3://
+PAIRS_IN_STORES = ("--data-path", "--train-data-path", "--valid-data-path")
+
+
 def test_every_option_of_a_training_that_takes_a_path_refuses_a_remote_one(capsys):
     actions = [one for one in make_parser("", {})._actions if re.search("FILE|DIR|PREFIX", str(one.metavar))]
     assert len(actions) >= 18
     for action in actions:
         flag = action.option_strings[0]
-        assert gpt3.main([flag, "s3://bucket/run"]) == 2
+        word = "az://bucket/run" if flag in IN_STORES + PAIRS_IN_STORES else "s3://bucket/run"
+        assert gpt3.main([flag, word]) == 2
         out, error = capsys.readouterr()
         assert not out and error.count("\n") == 1
+        if word.startswith("az:"):
+            assert f"{flag}: 'az://bucket/run' is in a store that megajax does not read or write: pass " in error
+            continue
         assert f"{flag}: 's3://bucket/run' is in an object store" in error and "aws s3 sync" in error
 
 
+WRONG_PLACES = {  # a place: what the message says
+    "s3://": "names no bucket: pass --run-dir s3://BUCKET/FOLDER",
+    "s3:///folder": "names no bucket",
+    "s3://bucket": "names no folder in its bucket: pass --run-dir s3://bucket/FOLDER",
+    "gs://bucket/": "names no folder in its bucket",
+    "s3:/bucket/run": "is no name of a place in an object store: pass --run-dir s3://bucket/run",
+    "s3a://bucket/run": "is no name of a place in an object store: pass --run-dir s3://bucket/run",
+    "gcs://bucket/run": "is no name of a place in an object store: pass --run-dir gs://bucket/run",
+    "S3://bucket/run": "is no name of a place in an object store: pass --run-dir s3://bucket/run",
+    "s3://Bucket_/run": "is not the name of a bucket",
+    "s3://bucket/../run": "names no folder in its bucket",
+    "s3://bucket//run": "names no folder in its bucket",
+    "s3://bucket/run*": "names no folder in its bucket",
+    "s3://key:SECRET@bucket/run": "has credentials or a query in it",
+    "s3://bucket/run?X-Amz-Signature=SECRET": "has credentials or a query in it",
+    "gs://bucket/run#SECRET": "has credentials or a query in it",
+    "az://container/run": "is in a store that megajax does not read or write",
+    "hdfs://node/run": "is in a store that megajax does not read or write",
+    "https://bucket.s3.amazonaws.com/run": "is a URL, and megajax reads and writes none",
+    "file:///data/run": "is a URL: pass",
+    "hub:org/name": "is a URL of a hub",
+    "user@host:/data/run": "is on another host",
+}
+
+
+@pytest.mark.parametrize("word", WRONG_PLACES)
+def test_what_is_no_place_in_a_store_is_refused_without_its_secrets(word, capsys):
+    for flag in IN_STORES:
+        assert gpt3.main([flag, word, *(["--run-dir", "a"] if flag == "--resume" else [])]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "SECRET" not in error, error
+        assert WRONG_PLACES[word].replace("pass --run-dir ", "pass ") in error.replace("pass --run-dir ", "pass "), (
+            error
+        )
+        with pytest.raises(ConfigError) as caught:
+            OutputConfig(run_dir=word).validate()
+        assert "SECRET" not in str(caught.value) and WRONG_PLACES[word].partition(":")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ("s3://bucket/run", "gs://my.bucket-1/a/b.c_d", "runs/first", "./s3:/bucket"))
+def test_places_in_stores_are_places(word):
+    OutputConfig(run_dir=word).validate()
+
+
 COMMANDS = {  # the words of a command, with a path in the place of X
-    "megajax.checkpoint.inspect": ["X"],
     "megajax.data.preprocess": [
         "--input a --out X --tokenizer byte",
         "--input a --out b --tokenizer X",
@@ -98,7 +149,6 @@ COMMANDS = {  # the words of a command, with a path in the place of X
         "verify X --tokenizer byte",
     ],
     "megajax.evaluate.__main__": [
-        "--run-dir X",
         "--init-from X",
         "--init-from a --task-data X",
         "--init-from a --out X",
@@ -111,7 +161,6 @@ COMMANDS = {  # the words of a command, with a path in the place of X
         "--task-data a --predictions a --no-answer X",
     ],
     "megajax.generate.__main__": [
-        "--run-dir X",
         "--init-from X",
         "--init-from a --prompts X",
         "--init-from a --prompt b --out X",
@@ -120,15 +169,13 @@ COMMANDS = {  # the words of a command, with a path in the place of X
         "import X --run-dir a",
         "import a --run-dir X",
         "import a --run-dir b --tokenizer X",
-        "export X --out a",
-        "export a --out X",
     ],
     "megajax.interop.megatron.__main__": [
         "import X --run-dir a",
         "import a --run-dir X",
         "import a --run-dir b --tokenizer X",
     ],
-    "megajax.launch.__main__": ["-- experiments.gpt3 --run-dir X"],
+    "megajax.launch.__main__": ["--rendezvous X -- experiments.gpt3 --run-dir a"],
     "megajax.plan.__main__": [
         f"--model gpt3-1.3b --gpus 8 --global-batch-size 512 {option} X"
         for option in ("--cluster", "--compare", "--out", "--html", "--plot")
@@ -159,14 +206,14 @@ def test_every_command_refuses_a_remote_path(module, capsys, monkeypatch, tmp_pa
 
 
 def test_the_library_and_a_saved_configuration_refuse_them_too(tmp_path, capsys):
-    with pytest.raises(ConfigError, match="run_dir = 's3://bucket/run' is in an object store"):
-        OutputConfig(run_dir="s3://bucket/run").validate()
+    with pytest.raises(ConfigError, match="log_jsonl = 's3://bucket/run' is in an object store"):
+        OutputConfig(log_jsonl="s3://bucket/run").validate()
     run = RunConfig(
-        preset("tiny"), ParallelConfig(), TrainConfig(), DataConfig(data_path=("0.5", "a", "0.5", "gs://b"))
+        preset("tiny"), ParallelConfig(), TrainConfig(), DataConfig(data_path=("0.5", "a", "0.5", "az://b"))
     )
-    with pytest.raises(ConfigError, match=r"data_path = .* is in an object store .*: pass --data-path a path of this"):
+    with pytest.raises(ConfigError, match=r"data_path = .* is in a store that .*: pass --data-path a path of this"):
         run.validate()
-    (tmp_path / "config.toml").write_text('[output]\nrun_dir = "s3://bucket/run"\n')
+    (tmp_path / "config.toml").write_text('[output]\nlog_jsonl = "s3://bucket/run"\n')
     assert gpt3.main(["--config", str(tmp_path / "config.toml")]) == 2
     assert "config.toml is in an object store" in capsys.readouterr().err
 

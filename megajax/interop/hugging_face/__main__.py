@@ -16,12 +16,13 @@ import re
 import sys
 from collections.abc import Sequence
 
+from megajax.checkpoint.object_store import place
 from megajax.config import LaunchConfig
 from megajax.config.options import Parser, add_options
 from megajax.data.hub import local_directory
 from megajax.interop.import_command import add_import_options, imported, run_command
 from megajax.schedules.arguments import whole
-from megajax.schedules.paths import local_path
+from megajax.schedules.paths import local_path, store_path
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -45,9 +46,9 @@ def _import(options: argparse.Namespace) -> str:
 def _export(options: argparse.Namespace) -> str:
     from megajax.interop.hugging_face.export import export_run
 
-    out = pathlib.Path(options.out)
+    out = place(options.out)
     size = export_run(
-        *(pathlib.Path(options.run), out, options.step, options.dtype, options.max_shard_size),
+        *(place(options.run), out, options.step, options.dtype, options.max_shard_size),
         ema=options.ema,
         peft=options.peft,
     )
@@ -76,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("directory", metavar="DIR|ORG/NAME|FILE.gguf", type=local_path, help="config.json and safetensors")
     add_import_options(add, "the most that it has")
     add = commands.add_parser("export", help="a run's checkpoint to a directory of Hugging Face", allow_abbrev=False)
-    add.add_argument("run", metavar="RUN", type=local_path, help="the run directory")
-    add.add_argument("--out", metavar="DIR", type=local_path, required=True, help="the directory to write")
+    add.add_argument("run", metavar="RUN", type=store_path, help="the run directory")
+    add.add_argument("--out", metavar="DIR", type=store_path, required=True, help="the directory to write")
     add.add_argument("--step", metavar="STEP", type=whole(low=0), help="of the checkpoint (default: the newest)")
     add.add_argument("--ema", action="store_true", help="the averaged weights, of a run with --ema-decay")
     add.add_argument(

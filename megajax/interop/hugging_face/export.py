@@ -17,7 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from megajax.checkpoint import layout, reader
-from megajax.checkpoint.directory import NAME, complete_steps
+from megajax.checkpoint.directory import NAME, steps_of
+from megajax.checkpoint.mirror import local_files
+from megajax.checkpoint.object_store import Path
 from megajax.checkpoint.run_files import MODEL, TOKENIZER
 from megajax.checkpoint.writer import on_all_processes
 from megajax.config import (
@@ -74,7 +76,7 @@ DTYPES = {
 
 
 def export_run(
-    run_dir: pathlib.Path,
+    run_dir: Path,
     out: pathlib.Path,
     step: int | None = None,
     dtype: str | None = None,
@@ -105,6 +107,7 @@ def export_run(
     path = _checkpoint(run_dir, step)
     adapted = _model(path)
     model, base = base_model(adapted), reader.read_meta(path)["config"]["train"].get("init_from")
+    run_dir = local_files(run_dir)
     imported = run_dir / MODEL / "config.json"
     original = read_json(imported) if imported.is_file() else {}
     family, keys = family_of_model(model, original.get("model_type"))
@@ -201,9 +204,9 @@ def _write_settings(out: pathlib.Path, settings: dict[str, Any]) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _checkpoint(run_dir: pathlib.Path, step: int | None) -> pathlib.Path:
+def _checkpoint(run_dir: Path, step: int | None) -> Path:
     directory = run_dir / "checkpoints"
-    steps = complete_steps(directory)
+    steps = steps_of(directory)
     if not steps:
         raise ConfigError(f"{run_dir} has no checkpoint: give the --run-dir of a run")
     if step is not None and step not in steps:

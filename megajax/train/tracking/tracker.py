@@ -43,16 +43,20 @@ def require_library(library: str) -> None:
         )
 
 
-def request_of(output: OutputConfig, name: str, config: Mapping[str, Any], after: int) -> dict[str, Any]:
+def request_of(
+    output: OutputConfig, name: str, config: Mapping[str, Any], after: int, directory: pathlib.Path | None = None
+) -> dict[str, Any]:
     """What the process is told at its start, as JSON.
 
     Args:
       output: of the run.
       name: the run's name, unless `output` has one.
       config: the run's configuration by sections.
+      directory: of the run's files on this machine; None: that of `output`, if it has one.
       after: the last step before this session; 0 in a new run.
     """
-    directory = pathlib.Path(output.run_dir).absolute() if output.run_dir else None
+    if directory is None and output.run_dir:
+        directory = pathlib.Path(output.run_dir).absolute()
     return {
         "library": output.track,
         "project": output.track_project,
