@@ -30,8 +30,8 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
         "--address --hang-timeout --join-wait --max-failures --node-timeout --nodes --processes-per-node --wait-minutes"
     ),
     "preprocess": _words(
-        "--bad-lines --documents --end-of-document --input --keys --no-end-of-document --out --overwrite --split "
-        "--split-sentences --subset --text-documents --tokenizer --workers"
+        "--bad-lines --documents --end-of-document --input --keys --longest-document --no-end-of-document --out --overwrite "
+        "--shard --shards --split --split-sentences --subset --text-documents --tokenizer --workers"
     ),
     "inspect": _words("--arrays --sample --trust --verify"),
     "import": LAUNCH | _words("--end-of-document --run-dir --sequence-length --tokenizer"),

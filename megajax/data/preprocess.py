@@ -1,7 +1,9 @@
 """Tokenizes text into a .bin/.idx pair for megajax and Megatron-LM.
 
 python -m megajax.data.preprocess --input a.jsonl b.txt.gz --out corpus --tokenizer gpt2
+python -m megajax.data.preprocess ... --shard 3/64                             one of 64 parts, each for a process or host
 python -m megajax.data.preprocess merge --input corpus more --out all         two pairs into one
+python -m megajax.data.preprocess merge --shards corpus                       the 64 parts
 python -m megajax.data.preprocess inspect corpus --tokenizer gpt2            counts, and the first documents as text
 python -m megajax.data.preprocess verify corpus --tokenizer gpt2             checks every offset and every token id
 
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +30,11 @@ from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
 from megajax.data.pair_sums import verify_known
 from megajax.data.recipe import Recipe
 from megajax.data.remote import expanded
-from megajax.data.sources import Wanted, check_options, source_kind
+from megajax.data.shards import Shard, merge_shards, parse_shard
+from megajax.data.sources import LONGEST, Wanted, check_options, source_kind
 from megajax.data.text import TEXT_DOCUMENTS, check_source, read_blocks
 from megajax.data.tokenize_blocks import Result, Workers
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.tokenizers import load_tokenizer, tokenizer_hash
 from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.errors import counted, exit_code
 from megajax.schedules.paths import local_path, source_path
@@ -98,8 +102,21 @@ def _preprocess(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--bad-lines", choices=("skip", "fail"), default="skip", help="lines that are not a document (skip)"
     )
+    parser.add_argument(
+        "--longest-document",
+        type=whole(below=1 << 20),
+        default=LONGEST >> 20,
+        metavar="MB",
+        help="of a file of text or JSON lines; longer lines or documents are bad lines (%(default)s)",
+    )
     parser.add_argument("--workers", type=whole(below=1025), default=_cores(), help="processes (one per core)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
+    parser.add_argument(
+        "--shard",
+        type=parse_shard,
+        metavar="INDEX/COUNT",
+        help="read this part of the sources, 0/64 to 63/64, and write PREFIX.INDEX-of-COUNT; not again if it is complete",
+    )
     options = parser.parse_args(arguments)
     recipe = Recipe(
         options.tokenizer,
@@ -109,37 +126,63 @@ def _preprocess(arguments: Sequence[str]) -> None:
         options.split_sentences,
     )
     paths = expanded(options.input, "--input")
+    shard = None
+    if options.shard:
+        shard = Shard(*options.shard, options.out, paths, _settings(options, recipe))
+        if shard.is_complete(options.overwrite):
+            return
+        paths = shard.paths
     kinds = {path: source_kind(path, options.text_documents) for path in paths}
-    wanted = Wanted(recipe.keys, options.split, options.subset)
+    wanted = Wanted(recipe.keys, options.split, options.subset, options.longest_document << 20)
     check_options(kinds, wanted)
     keyed = len(recipe.keys) > 1
     prefixes = [f"{options.out}_{key}" if keyed else options.out for key in recipe.keys]
     report = _Report(kinds, wanted, options.bad_lines == "fail")
     size = sum(report.sizes.values())
     with tempfile.TemporaryDirectory() as folder, Workers(options.workers, size) as workers:
-        dtype = dtype_for(recipe.load().vocabulary)  # may import transformers, while the workers start
+        shared, vocabulary = recipe.for_workers(folder)  # may import transformers, while the workers start
         blocks = (block for path in paths for block in read_blocks(path, kinds[path], "--input", wanted))
-        _write(paths, blocks, recipe.for_workers(folder), workers, prefixes, dtype, options.overwrite, report)
+        encoded = workers.encode(blocks, shared)
+        _write(paths, encoded, recipe.keys, prefixes, dtype_for(vocabulary), options.overwrite, report, shard)
 
 
-def _write(paths, blocks, recipe, workers: Workers, prefixes, dtype, overwrite, report: "_Report") -> None:
+def _settings(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
+    """All that decides on the ids of a text."""
+    settings = {"--tokenizer": tokenizer_hash(recipe.load())}
+    for name in (
+        "keys",
+        "text_documents",
+        "no_end_of_document",
+        "split_sentences",
+        "split",
+        "subset",
+        "longest_document",
+    ):
+        settings[f"--{name.replace('_', '-')}"] = getattr(options, name)
+    return settings
+
+
+def _write(paths, results, keys, prefixes, dtype, overwrite, report: "_Report", shard: Shard | None) -> None:
     writers: list[IndexedWriter] = []
+    suffix = shard.suffix if shard else ""
     try:
         for prefix in prefixes:
-            writers.append(IndexedWriter(prefix, dtype, overwrite=overwrite))
+            writers.append(IndexedWriter(prefix + suffix, dtype, overwrite=overwrite or shard is not None))
         with report:
-            for result in workers.encode(blocks, recipe):
+            for result in results:
                 for writer, encoded in zip(writers, result.encoded, strict=True):
                     writer.add_documents(*encoded)
                 report.add(result)
-        if not any(writer.tokens for writer in writers):
-            raise ConfigError(f"{report.why_nothing(paths, recipe.keys)} Nothing was written.")
+        if not any(writer.tokens for writer in writers) and not shard:
+            raise ConfigError(f"{report.why_nothing(paths, keys)} Nothing was written.")
         for writer in writers:
             writer.finish()
     finally:
         for writer in writers:
             writer.discard()
-    report.close(prefixes, writers)
+    if shard:
+        shard.finish(dict(zip(prefixes, writers, strict=True)), report.characters, report.bad)
+    report.close([prefix + suffix for prefix in prefixes], writers)
 
 
 def _written(writer: IndexedWriter) -> str:
@@ -214,10 +257,19 @@ class _Report:
 
 def _merge(arguments: Sequence[str]) -> None:
     parser = _parser("merge")
-    parser.add_argument("--input", nargs="+", required=True, type=local_path, metavar="PREFIX", help="pairs, in order")
-    parser.add_argument("--out", required=True, type=local_path, metavar="PREFIX", help="writes PREFIX.bin and .idx")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--input", nargs="+", type=local_path, metavar="PREFIX", help="pairs, in order")
+    what.add_argument("--shards", type=local_path, metavar="PREFIX", help="--out of a preprocessing with --shard")
+    parser.add_argument(
+        "--out", type=local_path, metavar="PREFIX", help="writes PREFIX.bin and .idx (that of --shards)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     options = parser.parse_args(arguments)
+    if options.shards:
+        _merge_shards(options.shards, options.out or options.shards, options.overwrite)
+        return
+    if options.out is None:
+        parser.error("the following arguments are required: --out")
     sources = [IndexedDataset(prefix) for prefix in options.input]
     if pathlib.Path(options.out).absolute() in [pathlib.Path(prefix).absolute() for prefix in options.input]:
         raise ConfigError(f"--out {options.out} is one of the inputs; pass another")
@@ -227,6 +279,16 @@ def _merge(arguments: Sequence[str]) -> None:
         for source in sources:
             writer.add_pair(source)
     print(f"{options.out}: {_written(writer)}")
+
+
+def _merge_shards(prefix: str, out: str, overwrite: bool) -> None:
+    merged = merge_shards(prefix, out, overwrite)
+    for name, writer in merged.writers.items():
+        print(f"{name}: {_written(writer)}")
+    print(
+        f"{counted(merged.shards, 'shard')} of {counted(merged.sources, 'source')}, {merged.read / 1e6:,.1f} MB of text; "
+        f"{merged.bad} bad lines skipped"
+    )
 
 
 def _inspect(arguments: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 
+from megajax.data import tokenizer_cache
 from megajax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 __all__ = ["Recipe"]
@@ -36,13 +37,21 @@ class Recipe:
             found.name = self.tokenizer  # for messages
         return found
 
-    def for_workers(self, folder: str) -> "Recipe":
-        """The recipe that workers load without transformers, from a file in `folder`, if it is one of its tokenizers."""
+    def for_workers(self, folder: str) -> tuple["Recipe", int]:
+        """The recipe that workers load without transformers, if its tokenizer can be a file, and the number of its ids.
+
+        Args:
+          folder: where the file is written, if the user's cache does not have it.
+        """
+        key = tokenizer_cache.key_of(self.tokenizer, self.end_of_document)
+        if kept := tokenizer_cache.find(key):
+            return dataclasses.replace(self, file=kept.file, end_of_document=kept.end_of_document), kept.vocabulary
         found = self.load()
         if not isinstance(found, HuggingFaceTokenizer) or found.hugging_face is None:
-            return self
+            return self, found.vocabulary
         if found.inner.encode_special_tokens:  # which a file forgets
-            return self
+            return self, found.vocabulary
         file, end = os.path.join(folder, "tokenizer.json"), found.inner.id_to_token(found.end_of_document)
-        found.inner.save(file)
-        return dataclasses.replace(self, file=file, end_of_document=end)
+        found.inner.save(file, pretty=False)
+        tokenizer_cache.keep(key, found.inner, found.vocabulary, end)
+        return dataclasses.replace(self, file=file, end_of_document=end), found.vocabulary

@@ -11,11 +11,12 @@ from megajax.config import ConfigError
 from megajax.data.read_file import first_bytes
 from megajax.data.remote import is_url, open_binary
 
-__all__ = ["HUB", "ROWS", "SPLITS", "TEXTS", "Wanted", "check_options", "kind_of", "source_kind"]
+__all__ = ["HUB", "LONGEST", "ROWS", "SPLITS", "TEXTS", "Wanted", "check_options", "kind_of", "source_kind"]
 
 JSONL = (".jsonl", ".json", ".ndjson")
 TABLES = (".csv", ".tsv")
 HUB = "hub:"
+LONGEST = 1 << 30  # bytes of a document
 COMPRESSED = re.compile(r"\.(gz|zst|bz2|xz)$", re.IGNORECASE)
 # Kinds that have rows, by the endings of names.
 ENDINGS = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".tar": "tar", ".tgz": "tar"}
@@ -30,11 +31,13 @@ class Wanted(NamedTuple):
       keys: its columns; each document has a text of every one.
       split: of a dataset that has several; None: "train", or the only one.
       subset: of a dataset on the Hub; None: its only one.
+      longest: bytes of a document in a file of text or JSON lines, with its line's other bytes; longer ones are bad lines.
     """
 
     keys: tuple[str, ...] = ("text",)
     split: str | None = None
     subset: str | None = None
+    longest: int = LONGEST
 
 
 TEXTS = Wanted()
@@ -74,6 +77,10 @@ def check_options(kinds: Mapping[str, str], wanted: Wanted) -> None:
     Raises:
       ConfigError: one is so.
     """
+    if wanted.longest != LONGEST and kinds and set(kinds.values()) <= set(ROWS):
+        raise ConfigError(
+            "--longest-document: no source is text or JSON lines, and rows are read whole; omit the option"
+        )
     plain = [path for path, kind in kinds.items() if kind not in ("jsonl", *ROWS)]
     if plain and len(wanted.keys) > 1:
         raise ConfigError(f"--keys {' '.join(wanted.keys)}: {plain[0]} is not a .jsonl file and has no keys")

@@ -13,7 +13,7 @@ import numpy as np
 
 from megajax.config import ConfigError
 from megajax.data.arrow_rows import read_arrow, read_arrow_records
-from megajax.data.blocks import Block, documents_of
+from megajax.data.blocks import SHOWN, BadLine, Block, Rows, documents_of
 from megajax.data.file_kinds import is_json_lines
 from megajax.data.read_file import check_file, read_parts, read_text
 from megajax.data.rows import read_table, read_tar
@@ -36,7 +36,8 @@ TEXT_DOCUMENTS = ("file", "paragraph", "line")
 
 
 def read_blocks(path: str, kind: str, option: str = "--input", wanted: Wanted = TEXTS) -> Iterator[Block]:
-    """The blocks of a source, decompressed. Memory is one block, or more for a longer document.
+    """The blocks of a source, decompressed. Memory is one block, or more for a longer document, up to
+    `wanted.longest`.
 
     A file that is to be one document of plain text ("file"), and has JSON objects in its lines, has the kind "jsonl".
 
@@ -44,7 +45,7 @@ def read_blocks(path: str, kind: str, option: str = "--input", wanted: Wanted = 
       path: the file, folder, URL or name.
       kind: see `source_kind`.
       option: the option that names the file, for messages.
-      wanted: of sources that have rows: which texts of them.
+      wanted: of sources that have rows, which texts of them; of others, the longest document.
 
     Raises:
       ConfigError: the file cannot be read, is damaged, or of a format that is not read; see `read_parts`.
@@ -53,20 +54,54 @@ def read_blocks(path: str, kind: str, option: str = "--input", wanted: Wanted = 
         read = read_table if kind == "table" else read_tar if kind == "tar" else read_arrow
         yield from read(path, kind, wanted, option)
         return
-    line, before, held, place = 1, 0, [], 0
+    line, before, held, place = 1, 0, _Held(), 0
     for number, (part, place) in enumerate(read_parts(path, kind, f"pass {option} a readable file", option)):
         if not number and kind == "file" and is_json_lines(part):
             kind = "jsonl"
+        end = _first_end(part, kind) if held.size else 0
+        if held.size + end > wanted.longest:
+            held.add(part[: end or len(part)], wanted.longest)
+            if not end:
+                continue
+            yield held.report(path, kind, line, place, wanted.longest)
+            line, before, held, part = line + held.lines, before + held.size, _Held(), part[end:]
         cut = 0 if kind == "file" else _end_of_documents(part, kind)
         if not cut:
-            held.append(part)
+            held.add(part, wanted.longest)
             continue
-        content = b"".join([*held, part[:cut]])
-        held = [part[cut:]]
+        content = b"".join([*held.parts, part[:cut]])
         yield Block(path, kind, line, content, place, before)
         line, before = line + content.count(b"\n"), before + len(content)
-    if any(held):
-        yield Block(path, kind, line, b"".join(held), place, before)
+        held = _Held()
+        held.add(part[cut:], wanted.longest)
+    if held.dropped:
+        yield held.report(path, kind, line, place, wanted.longest)
+    elif any(held.parts):
+        yield Block(path, kind, line, b"".join(held.parts), place, before)
+
+
+class _Held:
+    """The parts of a document that has not ended; without its content, once it is too long."""
+
+    def __init__(self):
+        self.parts: list[bytes] = []
+        self.size = self.lines = 0
+        self.dropped = False
+
+    def add(self, part: bytes, longest: int) -> None:
+        self.parts.append(part)
+        self.size += len(part)
+        if self.size > longest:
+            self.lines += sum(one.count(b"\n") for one in self.parts[self.dropped :])
+            self.parts, self.dropped = [self.parts[0][:SHOWN]], True
+
+    def report(self, path: str, kind: str, line: int, place: int, longest: int) -> Block:
+        """A block of the document as a bad line."""
+        what = "document" if kind == "file" else kind.replace("jsonl", "line")
+        reason = f"a {what} of {self.size:,} bytes, longer than {longest:,}"
+        bad = BadLine(path, line, reason, repr(self.parts[0].decode(errors="replace")))
+        rows = Rows(np.zeros((0, 0), np.int64), np.zeros(0, np.int64), (bad,))
+        return Block(path, "rows", line, b"", place, rows=rows)
 
 
 def read_records(path: str, option: str) -> Iterator[Block]:
@@ -171,6 +206,14 @@ def tokenise(documents: list[str], tokenizer: Tokenizer) -> np.ndarray:
     """Concatenated ids of all documents, int32 [tokens], with an end of document after each."""
     end = np.array([tokenizer.end_of_document], np.int32)
     return np.concatenate([part for document in documents for part in (tokenizer.encode(document), end)])
+
+
+def _first_end(part: bytes, kind: str) -> int:
+    """The end of the first document that ends in `part`; 0 if none does."""
+    if kind == "paragraph":
+        found = re.search(rb"\n[ \t\r]*\n", part)
+        return found.end() if found else 0
+    return part.find(b"\n") + 1 if kind != "file" else 0
 
 
 def _end_of_documents(part: bytes, kind: str) -> int:

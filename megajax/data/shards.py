@@ -1,0 +1,253 @@
+"""Shards of preprocessing, for many processes or hosts: the sources of each, what says that it is complete, and their merge.
+
+python -m megajax.data.preprocess --input FILES --out corpus --tokenizer gpt2 --shard 3/64   writes corpus.00003-of-00064
+python -m megajax.data.preprocess merge --shards corpus                                      all 64 into corpus
+
+A shard has neighbouring sources, about the same bytes as the others, so the merged pair is the one that a single process
+writes. When its pairs are complete it writes PREFIX.00003-of-00064.shard.json: what it was made of, and its counts. A shard
+that has this file is not made again; one without it is.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megajax.config import ConfigError
+from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.data.pair_sums import verify_pairs
+from megajax.data.read_file import check_place
+from megajax.data.remote import is_url
+from megajax.data.sources import HUB
+from megajax.schedules.errors import counted, shown
+
+__all__ = ["Merged", "Shard", "merge_shards", "parse_shard"]
+
+MOST = 99_999
+COUNTS = ("documents", "sequences", "tokens")
+NAME = re.compile(r"\.(\d{5})-of-(\d{5})\.shard\.json")
+NAMED = 5  # missing shards in a message
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """(index, count) of "3/64".
+
+    Raises:
+      ArgumentTypeError: it is not so.
+    """
+    found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text)
+    index, count = map(int, found.groups()) if found else (0, 0)
+    if not 0 <= index < count <= MOST:
+        last = f": {count} shards have the numbers 0 to {count - 1}" if found and count else ""
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be INDEX/COUNT, such as 0/64 to 63/64{last}")
+    return index, count
+
+
+class Shard:
+    """One of the shards of a preprocessing.
+
+    Attributes:
+      paths: its sources, perhaps none.
+      suffix: of its pairs' names.
+    """
+
+    def __init__(self, index: int, count: int, out: str, paths: Sequence[str], settings: Mapping[str, Any]):
+        """Divides the sources.
+
+        Args:
+          index: of the shard, below `count`.
+          count: of the shards.
+          out: --out.
+          paths: all sources, in their order.
+          settings: of JSON, all that decides on the ids of a text.
+
+        Raises:
+          ConfigError: there are more shards than sources, or a source can be read once only.
+        """
+        if count > len(paths):
+            raise ConfigError(
+                f"--shard {index}/{count}: --input has {counted(len(paths), 'source')}, and a shard has whole ones: pass at "
+                f"most {len(paths)} shards"
+            )
+        for path in paths:
+            if is_url(path) or path.startswith(HUB) or os.path.isfile(path) or os.path.isdir(path):
+                continue
+            check_place(path, "pass --input a readable file", "--input")
+            raise ConfigError(f"--shard {index}/{count}: {path} can be read once only; pass --input files")
+        sizes = [os.path.getsize(path) if os.path.isfile(path) else None for path in paths]
+        first, end = _range([1 if None in sizes else size for size in sizes], index, count)
+        self.paths, self.suffix = list(paths[first:end]), f".{index:05}-of-{count:05}"
+        self._name, self._record = f"shard {index} of {count}", pathlib.Path(f"{out}{self.suffix}.shard.json")
+        digest = hashlib.sha256(json.dumps([list(paths), sizes]).encode()).hexdigest()
+        self._made_of = {"settings": dict(settings), "sources": len(paths), "digest": digest}
+        self._range = {"first": first, "end": end}
+
+    def is_complete(self, overwrite: bool) -> bool:
+        """Whether the shard has been written before; its line is printed then.
+
+        Args:
+          overwrite: make it again.
+
+        Raises:
+          ConfigError: it has been, of other sources or in another way.
+        """
+        if overwrite or not self._record.exists():
+            self._record.unlink(missing_ok=True)
+            return False
+        found = _read(self._record)
+        if difference := _difference(found["made_of"], self._made_of):
+            raise ConfigError(f"{self._record} was made with other {difference}: pass --overwrite, or another --out")
+        names = (
+            self._record.parent / f"{pair}{self.suffix}{end}" for pair in found["pairs"] for end in (".bin", ".idx")
+        )
+        if not all(name.exists() for name in names):
+            self._record.unlink()
+            return False
+        tokens = sum(pair["tokens"] for pair in found["pairs"].values())
+        print(f"{self._name} is complete: {counted(tokens, 'token')}; nothing was done")
+        return True
+
+    def finish(self, writers: Mapping[str, IndexedWriter], read: int, bad: int) -> None:
+        """Notes that the shard's pairs are complete.
+
+        Args:
+          writers: of the pairs, by the names that they have without the shard's suffix.
+          read: bytes of text.
+          bad: lines that were skipped.
+        """
+        pairs = {name: {count: getattr(writer, count) for count in COUNTS} for name, writer in writers.items()}
+        pairs = {os.path.basename(name): pair for name, pair in pairs.items()}
+        record = {"made_of": self._made_of, **self._range, "pairs": pairs, "bytes": read, "bad_lines": bad}
+        unfinished = self._record.with_name(self._record.name + ".unfinished")
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.write(json.dumps(record, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self._record)
+
+
+class Merged(NamedTuple):
+    """The writers of the merged pairs, by prefix; and how many shards, sources, bytes of text and bad lines they had."""
+
+    writers: dict[str, IndexedWriter]
+    shards: int
+    sources: int
+    read: int
+    bad: int
+
+
+def merge_shards(prefix: str, out: str, overwrite: bool) -> Merged:
+    """Merges all shards of PREFIX in their order, each verified by its checksums and counts.
+
+    Args:
+      prefix: --out of the shards.
+      out: of the merged pairs, with the same endings as theirs.
+      overwrite: replace existing pairs.
+
+    Raises:
+      ConfigError: a shard is missing, damaged, or not of the same preprocessing as the others.
+    """
+    records = _records(prefix)
+    folder, pairs = pathlib.Path(prefix).parent, list(records[0]["pairs"])
+    base, writers = os.path.basename(prefix), {}
+    try:
+        for pair in pairs:
+            shards = [f"{folder / pair}.{index:05}-of-{len(records):05}" for index in range(len(records))]
+            first = IndexedDataset(shards[0])
+            name = out + pair.removeprefix(base)
+            writers[name] = writer = IndexedWriter(name, first.dtype, overwrite=overwrite)
+            for shard, record in zip(shards, records, strict=True):
+                source = IndexedDataset(shard)
+                source.check()
+                verify_pairs([shard])
+                _check_counts(shard, source, record["pairs"][pair])
+                writer.add_pair(source)
+            for count in COUNTS:
+                wanted = sum(record["pairs"][pair][count] for record in records)
+                if getattr(writer, count) != wanted:
+                    raise ConfigError(
+                        f"{name} would have {getattr(writer, count):,} {count}, and its shards have {wanted:,}: "
+                        "merge them again"
+                    )
+        if not any(writer.tokens for writer in writers.values()):
+            raise ConfigError(f"no shard of {prefix} has a document with text in it. Nothing was written.")
+        for writer in writers.values():
+            writer.finish()
+    finally:
+        for writer in writers.values():
+            writer.discard()
+    read, bad = (sum(record[name] for record in records) for name in ("bytes", "bad_lines"))
+    return Merged(writers, len(records), records[0]["made_of"]["sources"], read, bad)
+
+
+def _range(sizes: Sequence[int], index: int, count: int) -> tuple[int, int]:
+    """(first, end) of the sources of a shard: those whose middle byte is in its part, of `count` equal ones."""
+    ends = np.cumsum(np.array(sizes, np.float64))
+    total = ends[-1] or 1.0
+    of = np.minimum(((ends - np.array(sizes) / 2) / total * count).astype(np.int64), count - 1)
+    return int(np.searchsorted(of, index, "left")), int(np.searchsorted(of, index, "right"))
+
+
+def _records(prefix: str) -> list[dict[str, Any]]:
+    """The records of all shards, which must be of one preprocessing."""
+    path = pathlib.Path(prefix)
+    found = [file for file in path.parent.glob("*.shard.json") if file.name.startswith(path.name)]
+    ends = [end for file in found if (end := NAME.fullmatch(file.name.removeprefix(path.name)))]
+    counts = sorted({int(end[2]) for end in ends})
+    if not counts:
+        raise ConfigError(f"there is no complete shard of {prefix}; pass --shards the --out of `preprocess --shard`")
+    if len(counts) > 1:
+        raise ConfigError(f"{prefix} has shards of {counts[0]} and of {counts[1]}: remove those that are not wanted")
+    [count] = counts
+    missing = sorted(set(range(count)) - {int(end[1]) for end in ends})
+    if missing:
+        names = ", ".join(map(str, missing[:NAMED])) + (f" and {len(missing) - NAMED} more" * (len(missing) > NAMED))
+        raise ConfigError(
+            f"{prefix}: shard{'s' * (len(missing) > 1)} {names} of {count} {'are' if len(missing) > 1 else 'is'} not "
+            f"complete: run the same command with --shard {missing[0]}/{count}"
+        )
+    files = [pathlib.Path(f"{prefix}.{index:05}-of-{count:05}.shard.json") for index in range(count)]
+    records = [_read(file) for file in files]
+    place = 0
+    for file, record in zip(files, records, strict=True):
+        if difference := _difference(record["made_of"], records[0]["made_of"]):
+            raise ConfigError(f"{file} was made with other {difference} than {files[0].name}: make it again")
+        if record["first"] != place or list(record["pairs"]) != list(records[0]["pairs"]):
+            raise ConfigError(f"{file} does not begin where the shard before it ends: make both again")
+        place = record["end"]
+    if place != records[0]["made_of"]["sources"]:
+        raise ConfigError(f"{files[-1]} does not end with the last source: make it again")
+    return records
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        whole = [found["first"], found["end"], found["bytes"], found["bad_lines"], found["made_of"]["sources"]]
+        whole += [pair[count] for pair in found["pairs"].values() for count in COUNTS]
+        if all(type(number) is int for number in whole) and found["pairs"] and found["made_of"]["settings"]:
+            return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ConfigError(f"{path} is no record of a shard: remove it, and make the shard again")
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What two shards were made of that is not the same; "" if nothing."""
+    settings = [name for name, value in other["settings"].items() if one["settings"].get(name) != value]
+    if settings:
+        return settings[0]
+    return "" if (one["sources"], one.get("digest")) == (other["sources"], other.get("digest")) else "--input"
+
+
+def _check_counts(shard: str, source: IndexedDataset, wanted: Mapping[str, int]) -> None:
+    counts = {"documents": source.document_count, "sequences": len(source), "tokens": len(source.tokens)}
+    for name, count in counts.items():
+        if count != wanted[name]:
+            raise ConfigError(f"{shard} has {count:,} {name}, and {wanted[name]:,} were written: make the shard again")
