@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, option
@@ -22,7 +22,7 @@ from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.step_time import StepTime, step_time
-from megajax.plan.layouts import layouts, passes
+from megajax.plan.layouts import Fields, layouts, passes
 from megajax.schedules.registry import search_order
 
 NEAREST = 64  # numbers of GPUs below and above that are tried where none is legal
@@ -38,6 +38,7 @@ CHOICES = {
     "schedules": "schedule",
     "recomputes": "recompute",
     "zero": "zero",
+    "context": "context",
     "expert": "expert",
 }
 
@@ -51,14 +52,16 @@ class Question:
       global_batch: samples in a step.
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
+      context: degrees of context parallelism to consider; None: all that are declared.
       expert: degrees of expert parallelism to consider; None: all that divide the model's experts.
       vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor"; "auto": the better one
         for each layout.
       attention: auto, xla, cudnn or tokamax, as for a run.
+      matmul_dtypes: of the blocks' matmuls, to consider; "fp8" where a run allows it.
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
       optimizer, ema_decay: as of `TrainConfig`, for the memory and the time of the update.
       freeze: as `TrainConfig.freeze`.
-      also: further fields of `layouts.FIELDS` to choose, e.g. "context"; all their declared values are considered.
+      also: further fields of `layouts.FIELDS` to choose, e.g. "axis_order"; all their declared values are considered.
     """
 
     model: Any
@@ -72,9 +75,11 @@ class Question:
     tensor_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     sequence_parallel: bool = True
     zero: Sequence[int] = (0,)
+    context: Sequence[int] | None = (1,)
     expert: Sequence[int] | None = None
     vocab_parallel: str = "pipe"
     attention: str = "auto"
+    matmul_dtypes: Sequence[str] = ("bf16",)
     memory_margin: float = MEMORY_MARGIN
     optimizer: str = "adamw"
     ema_decay: float | None = None
@@ -180,15 +185,16 @@ def search(question: Question) -> list[Candidate]:
       NoLayout: there is no legal layout at all.
     """
     question.gpu.peak(question.precision)  # raises if the GPU does not support it
-    found = [_fastest_placement(question, run) for run in _runs(question)]
+    found = [fastest_placement(question, run) for run in _runs(question)]
     if not found:
-        raise _no_layout(question)
-
-    def order(one: Candidate) -> tuple:  # of ties less memory first, then the simpler schedule
-        peak, schedule = one.peak, question.schedules.index(one.run.parallel.schedule)
-        return one.time is None, one.time.total if one.time else peak, peak, schedule
-
+        raise no_layout(question)
     return sorted(found, key=order)
+
+
+def order(one: Candidate) -> tuple:
+    """Sorts candidates: those that fit by time, of ties less memory first, then the simpler schedule; others by memory."""
+    peak, schedule = one.peak, one.question.schedules.index(one.run.parallel.schedule)
+    return one.time is None, one.time.total if one.time else peak, peak, schedule
 
 
 def layouts_that_fit(question: Question) -> list[Candidate]:
@@ -199,7 +205,7 @@ def layouts_that_fit(question: Question) -> list[Candidate]:
         return []
 
 
-def _no_layout(question: Question) -> NoLayout:
+def no_layout(question: Question) -> NoLayout:
     """Why no layout is legal, and what to pass instead: without a narrower choice, or for the nearest numbers of GPUs."""
     model, gpus, batch = question.model, question.gpus, question.global_batch
     text = f"no layout of {model.name} over {gpus} GPUs takes a global batch of {batch}"
@@ -222,7 +228,7 @@ def fitting(question: Question) -> Iterable[RunConfig]:
     return (run for run in runs if sum(bytes_per_device(run).values()) <= question.memory_limit)
 
 
-def _fastest_placement(question: Question, run: RunConfig) -> Candidate:
+def fastest_placement(question: Question, run: RunConfig) -> Candidate:
     """The run with embedding and head where it is fastest, of those that fit; if neither does, where it is smallest.
 
     They take the least memory split over pipe and tensor: if that does not fit, the other placement does not either.
@@ -243,21 +249,48 @@ def _evaluate(question: Question, run: RunConfig) -> Candidate:
 
 def _runs(question: Question) -> Iterator[RunConfig]:
     """Every legal run; `vocab_parallel` may be auto."""
-    gpu, choices = question.gpu, question.choices
-    base = question.base if question.also else with_attention(question.base, gpu)
+    for base in bases(question):
+        for fields in layouts(base, question.gpus, filters(question)):
+            if (run := legal_run(question, base, fields)) is not None:
+                yield run
+
+
+def bases(question: Question) -> list[RunConfig]:
+    """The run with the options that are not searched, with matmuls in each of the types."""
+    types = [dataclasses.replace(question.base.train, matmul_dtype=one) for one in question.matmul_dtypes]
+    runs = [dataclasses.replace(question.base, train=train) for train in types]
+    with_attention(runs[0], question.gpu)  # raises for a kernel that is not supported
+    return runs
+
+
+def filters(question: Question) -> dict[str, Callable[[Sequence], Sequence]]:
+    """For each field that varies, a function from the declared values to those that the question asks for."""
 
     def asked(name: str, declared: Sequence) -> Sequence:
         values = choices[name]
         return declared if values is None else [value for value in values if value in declared]
 
-    for fields in layouts(base, question.gpus, {name: functools.partial(asked, name) for name in choices}):
-        fields["expert_dispatch"] = "auto" if fields["expert"] > 1 else "gather"
-        run = RunConfig(base.model, ParallelConfig(**fields), base.train)
-        if passes(run.parallel.validate, run.validate_together):  # its model and training are legal by themselves
-            if not question.also:
-                yield with_expert_dispatch(run, gpu)
-            elif passes(functools.partial(with_attention, run, gpu)):  # which context, say, may change
-                yield with_expert_dispatch(with_attention(run, gpu), gpu)
+    choices = question.choices
+    return {name: functools.partial(asked, name) for name in choices}
+
+
+def legal_run(question: Question, base: RunConfig, fields: Fields) -> RunConfig | None:
+    """The run with these fields of its layout, with attention and dispatch resolved; None if it is not legal."""
+    dispatch = "auto" if fields["expert"] > 1 else "gather"
+    run = RunConfig(base.model, ParallelConfig(**{**fields, "expert_dispatch": dispatch}), base.train)
+    if not passes(run.parallel.validate, run.validate_together):  # its model and training are legal by themselves
+        return None
+    attention = attention_of(base, question.gpu, run.parallel.attention, run.parallel.context)
+    return attention and with_expert_dispatch(run.with_layout(attention=attention), question.gpu)
+
+
+@functools.lru_cache(maxsize=256)  # a search asks thousands of times
+def attention_of(base: RunConfig, gpu: Gpu, requested: str, context: int) -> str | None:
+    """The attention that runs; None if it is not supported."""
+    try:
+        return with_attention(base.with_layout(attention=requested, context=context), gpu).parallel.attention
+    except ConfigError:
+        return None
 
 
 def best_by(candidates: Iterable[Candidate], key) -> dict:
