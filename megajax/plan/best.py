@@ -118,7 +118,7 @@ class _BestFirst:
         self.closed: set[Hashable] = set()  # groups likewise, of those that are seen
         self.seen: set[Hashable] = set()
         self.fitting: list[tuple[tuple, tuple, Candidate]] = []
-        self.priced = 0
+        self.priced: dict[tuple[int, ...], Candidate | None] = {}  # by place
         self.limit = math.inf  # seconds, beyond which no group is looked for
 
     def found(self) -> Found:
@@ -173,11 +173,15 @@ class _BestFirst:
 
     def _price(self, node: Node) -> Candidate | None:
         """The candidate; None if it is not legal."""
-        run = legal_run(self.question, node.base, node.fields)
-        if run is None:
-            return None
-        self.priced += 1
-        return fastest_placement(self.question, run)
+        if node.place not in self.priced:
+            run = legal_run(self.question, node.base, node.fields)
+            self.priced[node.place] = run and fastest_placement(self.question, run)
+        return self.priced[node.place]
+
+    @property
+    def _count(self) -> int:
+        """Layouts that were priced."""
+        return sum(one is not None for one in self.priced.values())
 
     def _keys(self, parallel: ParallelConfig) -> list[Hashable]:
         return [group(parallel) for group in self.groups]
@@ -202,7 +206,7 @@ class _BestFirst:
             candidates = self._smallest(nodes)
             if not candidates:
                 raise no_layout(self.question)
-            return Found(candidates, self.priced)
+            return Found(candidates, self._count)
         missing = self.seen - self.closed - slower
         refused = []
         for *_, node in nodes if missing else ():
@@ -212,7 +216,7 @@ class _BestFirst:
             if one is not None:
                 missing.difference_update(keys)
                 refused.append(one)
-        return Found(candidates + sorted(refused, key=order), self.priced, slower)
+        return Found(candidates + sorted(refused, key=order), self._count, slower)
 
     def _smallest(self, nodes: list[tuple[float, tuple[int, ...], Node]]) -> list[Candidate]:
         """Where nothing fits: the SMALLEST legal layouts, those with least memory first."""

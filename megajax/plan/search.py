@@ -29,9 +29,7 @@ NEAREST = 64  # numbers of GPUs below and above that are tried where none is leg
 # Share of the usable memory that predicted peaks leave free. The worst error of `benchmarks.memory_model --show` is 4.3%.
 MEMORY_MARGIN = 0.05
 DIVISORS = "a --global-batch-size with more divisors in common"
-COUNTS_TRIED = 12  # below and above, of those up to a third larger: hosts, or GPUs for few of them
-GOOD = 0.9  # of the best throughput per GPU among them
-FEW = ("1f1b", "interleaved_1f1b")  # schedules that tell a good number of GPUs from a bad one, as a search of all does
+EIGHT_BITS = (8, 9)  # the least compute capability with such tensor cores
 # The attributes of `Question` that hold the values to consider of a field, which is also an option of the command line.
 CHOICES = {
     "microbatches": "microbatch_size",
@@ -57,7 +55,7 @@ class Question:
       vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor"; "auto": the better one
         for each layout.
       attention: auto, xla, cudnn or tokamax, as for a run.
-      matmul_dtypes: of the blocks' matmuls, to consider; "fp8" where a run allows it.
+      fp8: whether to consider blocks' matmuls in 8 bits too.
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
       optimizer, ema_decay: as of `TrainConfig`, for the memory and the time of the update.
       freeze: as `TrainConfig.freeze`.
@@ -79,7 +77,7 @@ class Question:
     expert: Sequence[int] | None = None
     vocab_parallel: str = "pipe"
     attention: str = "auto"
-    matmul_dtypes: Sequence[str] = ("bf16",)
+    fp8: bool = False
     memory_margin: float = MEMORY_MARGIN
     optimizer: str = "adamw"
     ema_decay: float | None = None
@@ -156,10 +154,14 @@ class Candidate:
         """MFU: model FLOPs over time over the published dense peak."""
         return self.teraflops * 1e12 / self.question.gpu.peak(self.question.precision)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that all GPUs train on in a second."""
+        return self.run.train.global_batch_size * model_costs(self.run.model).sequence_length / self.time.total
+
     def days(self, tokens: float) -> float:
         """Days to train on this number of tokens."""
-        steps = tokens / (self.run.train.global_batch_size * model_costs(self.run.model).sequence_length)
-        return steps * self.time.total / 86400
+        return tokens / self.tokens_per_second / 86400
 
 
 def usable_bytes(gpu: Gpu) -> float:
@@ -195,14 +197,6 @@ def order(one: Candidate) -> tuple:
     """Sorts candidates: those that fit by time, of ties less memory first, then the simpler schedule; others by memory."""
     peak, schedule = one.peak, one.question.schedules.index(one.run.parallel.schedule)
     return one.time is None, one.time.total if one.time else peak, peak, schedule
-
-
-def layouts_that_fit(question: Question) -> list[Candidate]:
-    """The layouts of `search` that fit, fastest first; none if none is legal."""
-    try:
-        return [one for one in search(question) if one.fits]
-    except NoLayout:
-        return []
 
 
 def no_layout(question: Question) -> NoLayout:
@@ -256,11 +250,20 @@ def _runs(question: Question) -> Iterator[RunConfig]:
 
 
 def bases(question: Question) -> list[RunConfig]:
-    """The run with the options that are not searched, with matmuls in each of the types."""
-    types = [dataclasses.replace(question.base.train, matmul_dtype=one) for one in question.matmul_dtypes]
-    runs = [dataclasses.replace(question.base, train=train) for train in types]
-    with_attention(runs[0], question.gpu)  # raises for a kernel that is not supported
-    return runs
+    """The run with the options that are not searched, with each type of the blocks' matmuls.
+
+    Raises:
+      ConfigError: a kernel of attention, or matmuls in 8 bits, are asked for and not supported.
+    """
+    run, gpu = question.base, question.gpu
+    with_attention(run, gpu)
+    if not question.fp8:
+        return [run]
+    if (gpu.compute_capability or (0, 0)) < EIGHT_BITS:
+        raise ConfigError(f"fp8, but {gpu.name} has no tensor cores for it: omit --fp8.")
+    eight = dataclasses.replace(run, train=dataclasses.replace(run.train, matmul_dtype="fp8"))
+    eight.train.validate()
+    return [run, eight]
 
 
 def filters(question: Question) -> dict[str, Callable[[Sequence], Sequence]]:
@@ -305,59 +308,3 @@ def is_tie(one: Candidate, fastest: Candidate) -> bool:
     """Whether `one` is slower than `fastest` by no more than comparisons of two layouts are off by."""
     bar = comparison_bar(one.run.parallel, fastest.run.parallel)
     return one.time.total <= (1 + bar) * fastest.time.total
-
-
-def simplest_first(fitting: Sequence[Candidate]) -> list[Candidate]:
-    """Timed candidates in the order of `search`, with the ties of the fastest sorted by simplicity."""
-    fastest = next(iter(fitting), None)
-    return sorted(fitting, key=lambda one: (0, *_complexity(one)) if is_tie(one, fastest) else (1,))
-
-
-def _complexity(one: Candidate) -> tuple:
-    """How many kinds of parallelism and other features a layout uses, its schedule's place, its chunks; then its time."""
-    parallel, order = one.run.parallel, search_order()
-    sizes = (parallel.pipe, parallel.tensor, parallel.context, parallel.expert, parallel.chunks)
-    used = sum(size > 1 for size in sizes) + (parallel.zero > 0) + parallel.offload_activations
-    schedule = order.index(parallel.schedule) if parallel.schedule in order else len(order)
-    return used, schedule * (parallel.pipe > 1), parallel.chunks, one.time.total
-
-
-def good_counts(question: Question) -> list[Candidate]:
-    """The fastest layouts on the nearest smaller and larger numbers of GPUs that have good ones, of those that have any."""
-    gpus, host = question.gpus, question.gpu.host_size
-    step = host if gpus > 4 * host else 1
-    start = gpus // step * step
-    schedules = tuple(name for name in question.schedules if name in FEW) or question.schedules
-    lean = dataclasses.replace(question, schedules=schedules, microbatches=tuple(question.microbatches)[:3])
-    sides = []
-    for counts in (range(start, 0, -step)[start == gpus :], range(start + step, 2 * gpus, step)):
-        near = [count for count in counts[:COUNTS_TRIED] if gpus * 3 // 4 <= count <= gpus * 4 // 3]
-        found = (layouts_that_fit(dataclasses.replace(lean, gpus=count)) for count in near)
-        sides.append([one[0] for one in found if one])
-    best = max((one.teraflops for side in sides for one in side), default=0.0)
-    return [good[0] for side in sides if (good := [one for one in side if one.teraflops >= GOOD * best])]
-
-
-def nearest_counts(question: Question) -> str:
-    """What `good_counts` found as part of a message; "" if it found nothing."""
-    found = good_counts(question)
-    return f"the nearest with good layouts: pass {_counts(found)}, or {DIVISORS}." if found else ""
-
-
-def better_counts(best: Candidate) -> str:
-    """For a number of GPUs that divides badly: a line with those nearby on which each GPU computes more; otherwise "".
-
-    Asked only where the best layout has stages of unequal size, or hosts are not full, since it searches again.
-    """
-    question, host = best.question, best.question.gpu.host_size
-    idle = best.run.parallel.stage_layers(best.run.model.layers).idle
-    if not idle and (question.gpus % host == 0 or question.gpus < host):
-        return ""
-    found = [one for one in good_counts(question) if best.teraflops < GOOD * one.teraflops]
-    return f"{question.gpus} GPUs divide badly; better near it: {_counts(found)}" if found else ""
-
-
-def _counts(found: Iterable[Candidate]) -> str:
-    """The numbers of GPUs, each with its mesh and MFU."""
-    meshes = ((one, "tensor {}, pipe {}, data {}".format(*one.mesh)) for one in found)
-    return " or ".join(f"--gpus {one.question.gpus} ({mesh}, {one.utilisation:.0%} MFU)" for one, mesh in meshes)
