@@ -36,9 +36,10 @@ from megajax.estimate.roofline import EXPOSED, GAPS, SYNCS
 from megajax.estimate.step_time import step_time
 from megajax.pipeline.program import StepProgram
 from megajax.plan.account import account_table
+from megajax.plan.best import best_layouts
 from megajax.plan.compiler import CompilerError, compile_for, compiler_versions
 from megajax.plan.options import clusters_of, plan_parser, question_of
-from megajax.plan.search import Candidate, Question, best_by, layouts_that_fit, simplest_first, usable_bytes
+from megajax.plan.search import Candidate, Question, best_by, usable_bytes
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.errors import command
 
@@ -105,7 +106,8 @@ def question(name: str) -> Question:
 
 def best(asked: Question, count: int) -> list[Candidate]:
     """The first rows that the planner prints, each the fastest layout of its mesh; none if nothing fits."""
-    return list(best_by(simplest_first(layouts_that_fit(asked)), lambda one: one.mesh).values())[:count]
+    fitting = (one for one in best_layouts(asked, count).candidates if one.fits)
+    return list(best_by(fitting, lambda one: one.mesh).values())[:count]
 
 
 def compiled(run: RunConfig, gpu: Gpu, **options) -> tuple[dict[str, Any], StepAccount]:

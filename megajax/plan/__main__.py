@@ -24,16 +24,21 @@ import jax
 from megajax.config import ConfigError, RunConfig, preset
 from megajax.config.options import Parser
 from megajax.config.toml import save_config, toml_text
+from megajax.plan.best import DEGREES, SHAPES, Found, best_layouts
 from megajax.plan.cluster import Cluster
+from megajax.plan.counts import better_counts, nearest_counts
 from megajax.plan.explain import explain
 from megajax.plan.goals import best_model, compare, gpus_for, tokens_for
 from megajax.plan.html_report import page
 from megajax.plan.options import clusters_of, plan_parser, question_of
 from megajax.plan.report import LEGEND, Answer, accuracy, answer, heading, plot, smallest, table
-from megajax.plan.search import Candidate, NoLayout, Question, better_counts, nearest_counts, search
+from megajax.plan.search import Candidate, NoLayout, Question
 from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path, tell_replaced
 from megajax.schedules.registry import import_user_files
+
+# Layouts are compared by their degrees up to so many times the fastest's time.
+EXPLAINED = 1.5
 
 
 @command
@@ -95,7 +100,7 @@ def _plan(
 ) -> int:
     start = time.perf_counter()
     try:
-        found = Answer(cluster, tokens, search(question), args.top)
+        found = Answer(cluster, tokens, _search(args, question), args.top)
     except NoLayout as error:
         near = "" if error.narrowed else nearest_counts(question)
         raise (ConfigError(f"{str(error).partition(':')[0]}; {near}") if near else error) from None
@@ -120,13 +125,20 @@ def _plan(
         print(better)
     print(f"{tokens / 1e9:,.0f}B tokens take {cluster.describe(cluster.cost(question.gpus, best.days(tokens)))}")
     print(accuracy(best))
-    print(explain(found.ordered))
+    print(explain(found.compared, found.found.slower))
     if args.html:
         print(f"page: {args.html}")
     if args.plot:
         plot(found.candidates, args.plot)
         print(f"drawn: {args.plot}")
     return _write(args, best)
+
+
+def _search(args: argparse.Namespace, question: Question) -> Found:
+    """The layouts that the output needs."""
+    if args.html or args.plot:
+        return best_layouts(question, args.top, (*DEGREES, *SHAPES))
+    return best_layouts(question, args.top, () if args.json else DEGREES, EXPLAINED)
 
 
 def _write(args: argparse.Namespace, best: Candidate, quiet: bool = False) -> int:
@@ -171,6 +183,7 @@ def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
         "train": {"global_batch_size": run.train.global_batch_size, "precision": run.train.precision}
         | ({} if run.train.optimizer == "adamw" else {"optimizer": run.train.optimizer})
         | ({} if run.train.ema_decay is None else {"ema_decay": run.train.ema_decay})
+        | ({} if run.train.matmul_dtype is None else {"matmul_dtype": run.train.matmul_dtype})
         | ({"freeze": run.train.freeze} if run.train.freeze else {}),
     }
 

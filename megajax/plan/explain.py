@@ -6,7 +6,7 @@ The planner's output has the reasons as text, and its HTML page as a list.
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from megajax.config.layer_kinds import layer_kinds
@@ -25,21 +25,28 @@ class Reason(NamedTuple):
     text: str
 
 
-def explain(candidates: Sequence[Candidate]) -> str:
+def explain(candidates: Sequence[Candidate], beyond: Collection[tuple[str, int]] = ()) -> str:
     """The `reasons` as text."""
     lines = ["why:"]
-    for topic, text in reasons(candidates):
+    for topic, text in reasons(candidates, beyond):
         lines += textwrap.wrap(
             f"{topic}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
         )
     return "\n".join(lines)
 
 
-def reasons(candidates: Sequence[Candidate]) -> list[Reason]:
-    """Why the first of `candidates` is the best of them; all are of one question, in the order of `search`."""
+def reasons(candidates: Sequence[Candidate], beyond: Collection[tuple[str, int]] = ()) -> list[Reason]:
+    """Why the first of `candidates` is the best of them; all are of one question, in the order of `search`.
+
+    `beyond`: ("tensor", size) and ("model", tensor * pipe) of further layouts, as of `best.Found`.
+    """
     best, fitting = candidates[0], [one for one in candidates if one.fits]
     found = _stages(best)
-    found += [*_tensor(best, fitting), *_model_parallel(best, fitting, candidates), *_microbatch(best, fitting)]
+    found += [
+        *_tensor(best, fitting, beyond),
+        *_model_parallel(best, fitting, candidates, beyond),
+        *_microbatch(best, fitting),
+    ]
     for name, of in (
         ("schedule", _chunked),
         ("recomputation", lambda one: f"recompute {one.run.parallel.recompute}"),
@@ -104,18 +111,24 @@ def _alternatives(
     return [Reason(name, f"The layout has {of(best)}. On the same mesh, {'; '.join(shown[:4])}.")] if shown else []
 
 
-def _tensor(best: Candidate, fitting: Sequence[Candidate]) -> list[Reason]:
+def _left_out(kind: str, beyond: Collection[tuple[str, int]], shown: Collection[int]) -> str:
+    """A sentence about the sizes that were not looked at."""
+    sizes = sorted(size for name, size in beyond if name == kind and size not in shown)
+    return f" Those with {several(map(str, sizes), 'or')} take longer than these, or do not fit." if sizes else ""
+
+
+def _tensor(best: Candidate, fitting: Sequence[Candidate], beyond: Collection[tuple[str, int]]) -> list[Reason]:
     """Takeaway 1: tensor parallelism up to the size of a host, pipeline beyond."""
     host = best.question.gpu.host_size
     by_size = dict(sorted(best_by(fitting, lambda one: one.run.parallel.tensor).items()))
     if len(by_size) == 1:
         return []
     times = several(f"t={size} {seconds(one.time.total)}" for size, one in by_size.items())
-    text = f"The fastest layouts with each tensor size take {times}."
+    text = f"The fastest layouts with each tensor size take {times}.{_left_out('tensor', beyond, by_size)}"
     takeaway = f"Takeaway 1 of {PAPER}, tensor parallelism within a host and pipeline parallelism beyond it, is"
-    beyond = [one for size, one in by_size.items() if size > host]
-    if beyond and best.run.parallel.tensor <= host:
-        one = min(beyond, key=lambda one: one.time.total)
+    outside = [one for size, one in by_size.items() if size > host]
+    if outside and best.run.parallel.tensor <= host:
+        one = min(outside, key=lambda one: one.time.total)
         share = one.time.tensor / one.time.total
         text += (
             f" {takeaway} confirmed: t={one.run.parallel.tensor} exceeds the host of {host} GPUs, and its collectives take "
@@ -129,17 +142,20 @@ def _tensor(best: Candidate, fitting: Sequence[Candidate]) -> list[Reason]:
     return [Reason("tensor parallelism", text)]
 
 
-def _model_parallel(best: Candidate, fitting: Sequence[Candidate], every: Sequence[Candidate]) -> list[Reason]:
+def _model_parallel(
+    best: Candidate, fitting: Sequence[Candidate], every: Sequence[Candidate], beyond: Collection[tuple[str, int]]
+) -> list[Reason]:
     """Takeaway 2: as much model parallelism as memory requires, and data parallelism for the remaining GPUs."""
     size = lambda one: one.run.parallel.tensor * one.run.parallel.pipe  # noqa: E731
     fits = dict(sorted(best_by(fitting, size).items()))
     sizes = sorted({size(one) for one in every})
-    without = [n for n in sizes if n not in fits]
+    without = [n for n in sizes if n not in fits and ("model", n) not in beyond]
     if len(sizes) == 1:
         return []
     times = several(f"{n} {seconds(one.time.total)}" for n, one in fits.items())
     text = f"The fastest layouts with each tensor size times pipeline size take {times}"
     text += f"; no layout with {several(map(str, without), 'or')} fits." if without else "."
+    text += _left_out("model", beyond, fits)
     least, used = min(fits), size(best)
     takeaway = "Takeaway 2, no more model parallelism than memory requires, is confirmed"
     if used == least:

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 
 from megajax.config import PRESETS, ConfigError, ModelConfig
 from megajax.estimate import model_costs
+from megajax.plan.best import best_layouts, fastest
 from megajax.plan.cluster import Cluster
 from megajax.plan.options import MOST_GPUS
 from megajax.plan.report import remedy
-from megajax.plan.search import Candidate, NoLayout, Question, layouts_that_fit, search, simplest_first
+from megajax.plan.search import Candidate, NoLayout, Question
 
 TOKENS_PER_PARAMETER = 20
 USUAL_MFU = 0.45  # to guess which models to search
@@ -45,12 +46,6 @@ class Purchase:
             f"{self.best.question.model.name:<18}{self.parameters / 1e9:>7.1f}B {self.tokens / 1e9:>9.1f}B tokens "
             f"{self.per_parameter:>8.1f} a parameter {self.best.utilisation:>6.1%} MFU"
         )
-
-
-def fastest(question: Question) -> Candidate | None:
-    """The layout that the planner would choose; None if none is legal or none fits."""
-    found = simplest_first(layouts_that_fit(question))
-    return found[0] if found else None
 
 
 def tokens_for(question: Question, cluster: Cluster, money: float) -> tuple[Purchase, str]:
@@ -187,7 +182,7 @@ def compare(question: Question, clusters: Sequence[Cluster], tokens: float) -> t
             )
         head = f"{cluster.name[:13]:<14}{cluster.gpu.name:<12}{gpus:>6}"
         try:
-            candidates = search(dataclasses.replace(question, gpu=cluster.gpu, gpus=gpus))
+            candidates = best_layouts(dataclasses.replace(question, gpu=cluster.gpu, gpus=gpus)).candidates
         except NoLayout as error:
             refused.append(error)
             lines.append(f"{head}  no layout takes a global batch of {question.global_batch}")
@@ -195,7 +190,7 @@ def compare(question: Question, clusters: Sequence[Cluster], tokens: float) -> t
         if not candidates[0].fits:
             lines.append(f"{head}  nothing fits: {remedy(candidates[0])}")
             continue
-        fits, best = True, simplest_first([one for one in candidates if one.fits])[0]
+        fits, best = True, candidates[0]
         parallel, cost = best.run.parallel, cluster.cost(gpus, best.days(tokens))
         money = "" if cost.money is None else f"{cost.money:,.0f} {cluster.currency}"
         lines.append(

@@ -37,8 +37,7 @@ def page(found: Answer, command: str, date: str) -> str:
         "batch": f"{question.global_batch}",
         "precision": question.precision,
         "attention": question.resolved_attention,
-        "legal": f"{len(found.candidates):,}",
-        "fit": f"{len(found.fitting):,}",
+        "priced": f"{found.found.priced:,}",
         "accuracy": accuracy(best),
         "version": megajax.__version__,
         "date": date,
@@ -47,7 +46,7 @@ def page(found: Answer, command: str, date: str) -> str:
     }
     facts = (f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in _facts(found).items())
     reason = "".join(
-        f"<li><b>{escape(topic.capitalize())}.</b> {escape(text)}</li>" for topic, text in reasons(found.ordered)
+        f"<li><b>{escape(topic.capitalize())}.</b> {escape(text)}</li>" for topic, text in reasons(found.compared)
     )
     return PAGE.substitute(
         {name: escape(text) for name, text in texts.items()},
@@ -103,8 +102,8 @@ def _table(found: Answer) -> str:
     head = "".join(f'<th scope="col"{_class(name)}>{name}</th>' for name in names)
     rows = "".join(_row(one, found) for one in found.shown)
     return (
-        '<p class="soft">Each mesh with its fastest schedule, the simplest of ties first; memory relative to what is '
-        'usable.</p><div class="scroll"><table class="full">'
+        '<p class="soft">Each mesh with its fastest layout; memory relative to what is usable.</p>'
+        '<div class="scroll"><table class="full">'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
@@ -119,7 +118,7 @@ def _row(one: Candidate, found: Answer) -> str:
     gigabytes = {name: one.memory.get(name, 0) / 1e9 for name in PARTS}
     memory = _bar(gigabytes, usable_bytes(one.question.gpu) / 1e9, MEMORY, "{:.2f} GB")
     mark = ' class="chosen"' if one is found.fitting[0] else ""
-    tie = "=" if is_tie(one, found.fastest) else ""
+    tie = "=" if is_tie(one, found.fitting[0]) else ""
     return f'<tr{mark}>{drawn}<td class="wide">{memory}</td><td>{tie}</td></tr>'
 
 

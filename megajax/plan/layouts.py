@@ -2,20 +2,22 @@
 
 `FIELDS` declares them once. A search takes all values that its question allows, a suggestion those layouts that differ least
 from a run: both are `layouts` with a filter for each field. A new field of `ParallelConfig` needs an entry in `FIELDS`, and
-what has none, such as the order of the mesh axes, is not searched.
+what has none, such as `latency_estimates`, is not searched.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig
 from megajax.config.errors import divisors
+from megajax.config.parallel import MESH_AXES
 from megajax.estimate import model_costs
 from megajax.schedules.registry import search_order, specs
 
-__all__ = ["ALIKE", "FIELDS", "Fields", "layouts", "passes"]
+__all__ = ["ALIKE", "FIELDS", "SCHEDULE_FIELDS", "Fields", "layouts", "passes"]
 
 Fields = dict[str, Any]  # of a ParallelConfig
 MOST_CHUNKS = 12  # of a rank; with more, the additional sends cost more than the smaller bubble gains
@@ -105,6 +107,15 @@ def _expert(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
     return [size for size in divisors(experts.count if experts else 1) if _replicas(layout) % size == 0]
 
 
+def _axis_order(run: RunConfig, gpus: int, layout: Fields) -> list[tuple[str, ...]]:
+    """Those that differ: of axes with one device the place does not matter."""
+    sizes = {"data": _replicas(layout), "pipe": layout["pipe"], "tensor": layout["tensor"]}
+    found = {}
+    for order in itertools.permutations(MESH_AXES):
+        found.setdefault(tuple(axis for axis in order if sizes[axis] > 1), order)
+    return [*found.values()]
+
+
 def _replicas(layout: Fields) -> int:
     return layout["data"] * layout["context"]
 
@@ -139,10 +150,16 @@ FIELDS: dict[str, Callable[[RunConfig, int, Fields], Sequence]] = {
     "vocab_parallel": lambda run, gpus, layout: ("pipe", "tensor"),
     "attention": lambda run, gpus, layout: ("xla", "cudnn", "tokamax"),
     "offload_activations": lambda run, gpus, layout: (False, True),
+    "tensor_overlap": lambda run, gpus, layout: ("none", "ring")[: 1 + layout["sequence_parallel"]],
+    "axis_order": _axis_order,
 }
 # Where all values of a field make the same program, so that one is enough.
 ALIKE: dict[str, Callable[[Fields], bool]] = {
     "schedule": lambda layout: layout["pipe"] == 1,
     "sequence_parallel": lambda layout: layout["tensor"] == 1,
     "vocab_parallel": lambda layout: layout["pipe"] == 1,
+    "tensor_overlap": lambda layout: layout["tensor"] == 1,
+    "axis_order": lambda layout: sum(layout[axis] > 1 for axis in ("pipe", "tensor")) + (_replicas(layout) > 1) < 2,
 }
+# What is chosen last: bounds of a layout hold for all of its schedules.
+SCHEDULE_FIELDS = ("schedule", "chunks", "group_size", "live_chunks")

@@ -12,7 +12,7 @@ from megajax.config.options import Parser, add_options, option_names
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import GPUS, find_gpu
 from megajax.plan.cluster import Cluster, load_cluster
-from megajax.plan.layouts import FIELDS
+from megajax.plan.layouts import FIELDS, MOST_CONTEXT
 from megajax.plan.search import CHOICES, MEMORY_MARGIN, Question
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.paths import local_path
@@ -61,7 +61,7 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
             model.validate()
     if args.expert:
         _check_expert(model, args.expert)
-    names = ("precision", "vocab_parallel", "attention", "memory_margin", "optimizer", "ema_decay")
+    names = ("precision", "vocab_parallel", "attention", "memory_margin", "optimizer", "ema_decay", "fp8")
     given = {name: getattr(args, name) for name in names} | {"freeze": tuple(args.freeze)}
     choices = {name: getattr(args, field) for name, field in CHOICES.items()} | {"also": args.search}
     given |= {name: values and tuple(values) for name, values in choices.items()}
@@ -181,18 +181,25 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     choose("--microbatch-size", type=whole(), default=(1, 2, 4, 8, 16), metavar="COUNT", help="to choose from")
     add(
         "--vocab-parallel",
-        default="pipe",
+        default="auto",
         choices=legal["vocab_parallel"],
         help="devices that share embedding and head: all of pipe * tensor, or each end's tensor group; auto: the better one "
-        "for each layout (default: pipe)",
+        "for each layout (default: auto)",
     )
     choose(
         "--zero",
         type=int,
-        default=(0,),
+        default=legal["zero"],
         choices=legal["zero"],
-        help="levels to choose from: 1 shards optimizer state over replicas, 3 gradients and weights too (default: 0)",
+        help="levels to choose from: 1 shards optimizer state over replicas, 3 gradients and weights too (default: all)",
     )
+    choose(
+        "--context",
+        type=whole(),
+        metavar="COUNT",
+        help=f"degrees of context parallelism to choose from (default: all up to {MOST_CONTEXT} that the model allows)",
+    )
+    add("--fp8", action="store_true", help="also consider blocks' matmuls in 8 bits (--matmul-dtype fp8 of a training)")
     choose(
         "--expert",
         type=whole(),

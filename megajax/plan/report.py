@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megajax.estimate import model_costs
-from megajax.estimate.error_bars import bar_of, comparison_bar
+from megajax.estimate.error_bars import PAIRS, bar_of, comparison_bar
+from megajax.plan.best import Found, on_mesh
 from megajax.plan.cluster import Cluster
 from megajax.plan.search import (
     MEMORY_MARGIN,
@@ -15,7 +16,7 @@ from megajax.plan.search import (
     best_by,
     fitting,
     is_tie,
-    simplest_first,
+    order,
     usable_bytes,
 )
 from megajax.schedules.pictures import picture
@@ -51,6 +52,7 @@ COLUMNS = {
     "recompute": ("recompute", "{:<10}"),
     "ZeRO": ("zero", "{:>4}"),
     "step s": ("step s", "{:>9}"),
+    "tokens/s": ("tokens/s", "{:>11}"),
     "TFLOP/s": ("TFLOP/s", "{:>8}"),
     "MFU": ("MFU", "{:>7}"),
     "days": ("days", "{:>7}"),
@@ -68,12 +70,17 @@ SHORT = {"interleaved_1f1b": "interleaved", "zb_1p_interleaved": "zb_1p", "eager
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a search found: all legal layouts in its order, of which `top` are shown, for a training on so many tokens."""
+    """What a search found, of which the best layouts of `top` meshes are shown, for a training on so many tokens."""
 
     cluster: Cluster
     tokens: float
-    candidates: Sequence[Candidate]
+    found: Found
     top: int
+
+    @property
+    def candidates(self) -> Sequence[Candidate]:
+        """The layouts that were looked for, those that fit first, the fastest first."""
+        return self.found.candidates
 
     @property
     def question(self) -> Question:
@@ -81,23 +88,19 @@ class Answer:
 
     @functools.cached_property
     def fitting(self) -> list[Candidate]:
-        """The layouts that fit, the chosen one first: `simplest_first`."""
-        return simplest_first([one for one in self.candidates if one.fits])
-
-    @property
-    def fastest(self) -> Candidate:
-        """The fastest layout, by which ties are marked; something must fit."""
-        return self.candidates[0]
+        """The layouts that fit, the fastest first."""
+        return [one for one in self.candidates if one.fits]
 
     @property
     def shown(self) -> list[Candidate]:
-        """The best layout of each mesh, as many as asked for."""
+        """The best layout of each mesh, as many as asked for, the fastest first."""
         return list(best_by(self.fitting, lambda one: one.mesh).values())[: self.top]
 
-    @property
-    def ordered(self) -> list[Candidate]:
-        """All layouts: those that fit, the chosen one first, and then the others."""
-        return [*self.fitting, *self.candidates[len(self.fitting) :]]
+    @functools.cached_property
+    def compared(self) -> list[Candidate]:
+        """The layouts by which the choice is explained: also all of the best one's mesh."""
+        own = on_mesh(self.question, self.fitting[0].mesh)
+        return sorted([*own, *(one for one in self.candidates if one.mesh != own[0].mesh)], key=order)
 
 
 def memory_bar(memory: dict[str, int], limit: float, width: int = 32) -> str:
@@ -125,8 +128,9 @@ def cells(one: Candidate, tokens: float) -> dict[str, str]:
         "schedule": parallel.schedule,
         "recompute": parallel.recompute,
         "ZeRO": str(parallel.zero),
-        **{name: str(getattr(parallel, name)) for name in one.question.also},
+        **{name: str(getattr(parallel, name)) for name in ("context", *one.question.also)},
         "step s": f"{time.total:.2f}",
+        "tokens/s": f"{one.tokens_per_second:,.0f}",
         "TFLOP/s": f"{one.teraflops:.0f}",
         "MFU": f"{one.utilisation:.1%}",
         "days": f"{one.days(tokens):.1f}",
@@ -144,10 +148,12 @@ def _row(number: int, one: Candidate, found: Answer) -> str:
         f"{number:>2}."
         + "".join(template.format(texts[name]) for name, (_, template) in COLUMNS.items())
         + f"  {memory_bar(one.memory, usable_bytes(one.question.gpu))}"
+        + (f"  context {parallel.context}" if parallel.context > 1 else "")
+        + "  fp8" * (one.run.train.matmul_dtype == "fp8")
         + (f"  expert {parallel.expert}" if parallel.expert > 1 else "")
         + (", all_to_all" if parallel.expert > 1 and parallel.expert_dispatch == "all_to_all" else "")
         + "".join(f"  {name} {texts[name]}" for name in one.question.also)
-        + "  =" * is_tie(one, found.fastest)
+        + "  =" * is_tie(one, found.fitting[0])
         + "  !" * one.is_tight
     )
 
@@ -161,11 +167,11 @@ def shown_parameters(model: Any) -> str:
 
 def accuracy(best: Candidate) -> str:
     """How far comparisons and predictions are off, by compiled programs and by published runs."""
-    bar = bar_of(best.run.parallel)
+    bar, pairs = bar_of(best.run.parallel), ", ".join(f"{kind} {bar:.1%}" for kind, bar in PAIRS.items())
     tight = f"!: less than {MEMORY_MARGIN:.0%} of the usable memory is free, and predictions were off by as much.\n"
     return (tight if best.question.memory_margin < MEMORY_MARGIN else "") + (
-        f"=: within {comparison_bar(best.run.parallel):.1%} of the fastest, which is what comparisons of compiled programs "
-        "were off by (megajax bench standing-questions); such ties are sorted by simplicity.\n"
+        f"=: within {comparison_bar():.1%} of the fastest, or of one that differs in {pairs}, which is what comparisons of "
+        "compiled programs were off by (megajax bench standing-questions).\n"
         f"Predicted times of published runs were off by {bar.total:.0%} (megajax validate)."
     )
 
@@ -187,7 +193,7 @@ def answer(found: Answer) -> dict[str, Any]:
         "tokens": found.tokens,
         "software": "megajax",
         "predicted": True,
-        "legal_layouts": len(found.candidates),
+        "priced_layouts": found.found.priced,
         "layouts": [_layout(one, found) for one in found.shown],
     } | ({} if found.fitting else {"remedy": remedy(found.candidates[0])})
 
@@ -198,10 +204,15 @@ def _layout(one: Candidate, found: Answer) -> dict[str, Any]:
     return {
         "parallel": {name: getattr(one.run.parallel, name) for name in (*LAYOUT, *one.question.also)},
         "microbatches": one.run.microbatches,
+        "matmul_dtype": one.run.train.matmul_dtype or one.run.train.precision,
         "step_seconds": one.time.total,
+        "tokens_per_second": one.tokens_per_second,
         "seconds_by_part": dataclasses.asdict(one.time),
-        "error_bar": {"total": bar_of(one.run.parallel).total, "comparison": comparison_bar(one.run.parallel)},
-        "tie_of_fastest": is_tie(one, found.fastest),
+        "error_bar": {
+            "total": bar_of(one.run.parallel).total,
+            "comparison": comparison_bar(one.run.parallel, found.fitting[0].run.parallel),
+        },
+        "tie_of_fastest": is_tie(one, found.fitting[0]),
         "teraflops_per_gpu": one.teraflops,
         "mfu": one.utilisation,
         "days": one.days(found.tokens),
@@ -221,8 +232,8 @@ def heading(found: Answer, seconds: float) -> str:
         f"({usable_bytes(gpu) / 1e9:.0f} of {gpu.memory / 1e9:.0f} GB usable, "
         f"{question.memory_margin:.0%} of it left free), global batch {question.global_batch}, "
         f"{question.precision}, attention {question.resolved_attention}, {found.tokens / 1e9:.0f}B tokens\n"
-        f"{len(found.candidates)} legal layouts, {len(found.fitting)} fit; {seconds:.1f} s. Times are of megajax's program, "
-        f"predicted; each mesh with its fastest schedule, of ties the simplest:{experts}"
+        f"{found.found.priced} layouts priced, no other can be faster; {seconds:.1f} s. Times are of megajax's program, "
+        f"predicted; each mesh with its fastest layout:{experts}"
     )
 
 

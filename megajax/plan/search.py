@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, option
@@ -22,22 +22,21 @@ from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.step_time import StepTime, step_time
-from megajax.plan.layouts import layouts, passes
+from megajax.plan.layouts import Fields, layouts, passes
 from megajax.schedules.registry import search_order
 
 NEAREST = 64  # numbers of GPUs below and above that are tried where none is legal
 # Share of the usable memory that predicted peaks leave free. The worst error of `benchmarks.memory_model --show` is 4.3%.
 MEMORY_MARGIN = 0.05
 DIVISORS = "a --global-batch-size with more divisors in common"
-COUNTS_TRIED = 12  # below and above, of those up to a third larger: hosts, or GPUs for few of them
-GOOD = 0.9  # of the best throughput per GPU among them
-FEW = ("1f1b", "interleaved_1f1b")  # schedules that tell a good number of GPUs from a bad one, as a search of all does
+EIGHT_BITS = (8, 9)  # the least compute capability with such tensor cores
 # The attributes of `Question` that hold the values to consider of a field, which is also an option of the command line.
 CHOICES = {
     "microbatches": "microbatch_size",
     "schedules": "schedule",
     "recomputes": "recompute",
     "zero": "zero",
+    "context": "context",
     "expert": "expert",
 }
 
@@ -51,14 +50,16 @@ class Question:
       global_batch: samples in a step.
       tensor_sizes: tensor degrees to consider; larger than a host is legal and slow.
       zero: levels of ZeRO to consider.
+      context: degrees of context parallelism to consider; None: all that are declared.
       expert: degrees of expert parallelism to consider; None: all that divide the model's experts.
       vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor"; "auto": the better one
         for each layout.
       attention: auto, xla, cudnn or tokamax, as for a run.
+      fp8: whether to consider blocks' matmuls in 8 bits too.
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
       optimizer, ema_decay: as of `TrainConfig`, for the memory and the time of the update.
       freeze: as `TrainConfig.freeze`.
-      also: further fields of `layouts.FIELDS` to choose, e.g. "context"; all their declared values are considered.
+      also: further fields of `layouts.FIELDS` to choose, e.g. "axis_order"; all their declared values are considered.
     """
 
     model: Any
@@ -72,9 +73,11 @@ class Question:
     tensor_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     sequence_parallel: bool = True
     zero: Sequence[int] = (0,)
+    context: Sequence[int] | None = (1,)
     expert: Sequence[int] | None = None
     vocab_parallel: str = "pipe"
     attention: str = "auto"
+    fp8: bool = False
     memory_margin: float = MEMORY_MARGIN
     optimizer: str = "adamw"
     ema_decay: float | None = None
@@ -151,10 +154,14 @@ class Candidate:
         """MFU: model FLOPs over time over the published dense peak."""
         return self.teraflops * 1e12 / self.question.gpu.peak(self.question.precision)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that all GPUs train on in a second."""
+        return self.run.train.global_batch_size * model_costs(self.run.model).sequence_length / self.time.total
+
     def days(self, tokens: float) -> float:
         """Days to train on this number of tokens."""
-        steps = tokens / (self.run.train.global_batch_size * model_costs(self.run.model).sequence_length)
-        return steps * self.time.total / 86400
+        return tokens / self.tokens_per_second / 86400
 
 
 def usable_bytes(gpu: Gpu) -> float:
@@ -180,26 +187,19 @@ def search(question: Question) -> list[Candidate]:
       NoLayout: there is no legal layout at all.
     """
     question.gpu.peak(question.precision)  # raises if the GPU does not support it
-    found = [_fastest_placement(question, run) for run in _runs(question)]
+    found = [fastest_placement(question, run) for run in _runs(question)]
     if not found:
-        raise _no_layout(question)
-
-    def order(one: Candidate) -> tuple:  # of ties less memory first, then the simpler schedule
-        peak, schedule = one.peak, question.schedules.index(one.run.parallel.schedule)
-        return one.time is None, one.time.total if one.time else peak, peak, schedule
-
+        raise no_layout(question)
     return sorted(found, key=order)
 
 
-def layouts_that_fit(question: Question) -> list[Candidate]:
-    """The layouts of `search` that fit, fastest first; none if none is legal."""
-    try:
-        return [one for one in search(question) if one.fits]
-    except NoLayout:
-        return []
+def order(one: Candidate) -> tuple:
+    """Sorts candidates: those that fit by time, of ties less memory first, then the simpler schedule; others by memory."""
+    peak, schedule = one.peak, one.question.schedules.index(one.run.parallel.schedule)
+    return one.time is None, one.time.total if one.time else peak, peak, schedule
 
 
-def _no_layout(question: Question) -> NoLayout:
+def no_layout(question: Question) -> NoLayout:
     """Why no layout is legal, and what to pass instead: without a narrower choice, or for the nearest numbers of GPUs."""
     model, gpus, batch = question.model, question.gpus, question.global_batch
     text = f"no layout of {model.name} over {gpus} GPUs takes a global batch of {batch}"
@@ -222,7 +222,7 @@ def fitting(question: Question) -> Iterable[RunConfig]:
     return (run for run in runs if sum(bytes_per_device(run).values()) <= question.memory_limit)
 
 
-def _fastest_placement(question: Question, run: RunConfig) -> Candidate:
+def fastest_placement(question: Question, run: RunConfig) -> Candidate:
     """The run with embedding and head where it is fastest, of those that fit; if neither does, where it is smallest.
 
     They take the least memory split over pipe and tensor: if that does not fit, the other placement does not either.
@@ -243,21 +243,57 @@ def _evaluate(question: Question, run: RunConfig) -> Candidate:
 
 def _runs(question: Question) -> Iterator[RunConfig]:
     """Every legal run; `vocab_parallel` may be auto."""
-    gpu, choices = question.gpu, question.choices
-    base = question.base if question.also else with_attention(question.base, gpu)
+    for base in bases(question):
+        for fields in layouts(base, question.gpus, filters(question)):
+            if (run := legal_run(question, base, fields)) is not None:
+                yield run
+
+
+def bases(question: Question) -> list[RunConfig]:
+    """The run with the options that are not searched, with each type of the blocks' matmuls.
+
+    Raises:
+      ConfigError: a kernel of attention, or matmuls in 8 bits, are asked for and not supported.
+    """
+    run, gpu = question.base, question.gpu
+    with_attention(run, gpu)
+    if not question.fp8:
+        return [run]
+    if (gpu.compute_capability or (0, 0)) < EIGHT_BITS:
+        raise ConfigError(f"fp8, but {gpu.name} has no tensor cores for it: omit --fp8.")
+    eight = dataclasses.replace(run, train=dataclasses.replace(run.train, matmul_dtype="fp8"))
+    eight.train.validate()
+    return [run, eight]
+
+
+def filters(question: Question) -> dict[str, Callable[[Sequence], Sequence]]:
+    """For each field that varies, a function from the declared values to those that the question asks for."""
 
     def asked(name: str, declared: Sequence) -> Sequence:
         values = choices[name]
         return declared if values is None else [value for value in values if value in declared]
 
-    for fields in layouts(base, question.gpus, {name: functools.partial(asked, name) for name in choices}):
-        fields["expert_dispatch"] = "auto" if fields["expert"] > 1 else "gather"
-        run = RunConfig(base.model, ParallelConfig(**fields), base.train)
-        if passes(run.parallel.validate, run.validate_together):  # its model and training are legal by themselves
-            if not question.also:
-                yield with_expert_dispatch(run, gpu)
-            elif passes(functools.partial(with_attention, run, gpu)):  # which context, say, may change
-                yield with_expert_dispatch(with_attention(run, gpu), gpu)
+    choices = question.choices
+    return {name: functools.partial(asked, name) for name in choices}
+
+
+def legal_run(question: Question, base: RunConfig, fields: Fields) -> RunConfig | None:
+    """The run with these fields of its layout, with attention and dispatch resolved; None if it is not legal."""
+    dispatch = "auto" if fields["expert"] > 1 else "gather"
+    run = RunConfig(base.model, ParallelConfig(**{**fields, "expert_dispatch": dispatch}), base.train)
+    if not passes(run.parallel.validate, run.validate_together):  # its model and training are legal by themselves
+        return None
+    attention = attention_of(base, question.gpu, run.parallel.attention, run.parallel.context)
+    return attention and with_expert_dispatch(run.with_layout(attention=attention), question.gpu)
+
+
+@functools.lru_cache(maxsize=256)  # a search asks thousands of times
+def attention_of(base: RunConfig, gpu: Gpu, requested: str, context: int) -> str | None:
+    """The attention that runs; None if it is not supported."""
+    try:
+        return with_attention(base.with_layout(attention=requested, context=context), gpu).parallel.attention
+    except ConfigError:
+        return None
 
 
 def best_by(candidates: Iterable[Candidate], key) -> dict:
@@ -272,59 +308,3 @@ def is_tie(one: Candidate, fastest: Candidate) -> bool:
     """Whether `one` is slower than `fastest` by no more than comparisons of two layouts are off by."""
     bar = comparison_bar(one.run.parallel, fastest.run.parallel)
     return one.time.total <= (1 + bar) * fastest.time.total
-
-
-def simplest_first(fitting: Sequence[Candidate]) -> list[Candidate]:
-    """Timed candidates in the order of `search`, with the ties of the fastest sorted by simplicity."""
-    fastest = next(iter(fitting), None)
-    return sorted(fitting, key=lambda one: (0, *_complexity(one)) if is_tie(one, fastest) else (1,))
-
-
-def _complexity(one: Candidate) -> tuple:
-    """How many kinds of parallelism and other features a layout uses, its schedule's place, its chunks; then its time."""
-    parallel, order = one.run.parallel, search_order()
-    sizes = (parallel.pipe, parallel.tensor, parallel.context, parallel.expert, parallel.chunks)
-    used = sum(size > 1 for size in sizes) + (parallel.zero > 0) + parallel.offload_activations
-    schedule = order.index(parallel.schedule) if parallel.schedule in order else len(order)
-    return used, schedule * (parallel.pipe > 1), parallel.chunks, one.time.total
-
-
-def good_counts(question: Question) -> list[Candidate]:
-    """The fastest layouts on the nearest smaller and larger numbers of GPUs that have good ones, of those that have any."""
-    gpus, host = question.gpus, question.gpu.host_size
-    step = host if gpus > 4 * host else 1
-    start = gpus // step * step
-    schedules = tuple(name for name in question.schedules if name in FEW) or question.schedules
-    lean = dataclasses.replace(question, schedules=schedules, microbatches=tuple(question.microbatches)[:3])
-    sides = []
-    for counts in (range(start, 0, -step)[start == gpus :], range(start + step, 2 * gpus, step)):
-        near = [count for count in counts[:COUNTS_TRIED] if gpus * 3 // 4 <= count <= gpus * 4 // 3]
-        found = (layouts_that_fit(dataclasses.replace(lean, gpus=count)) for count in near)
-        sides.append([one[0] for one in found if one])
-    best = max((one.teraflops for side in sides for one in side), default=0.0)
-    return [good[0] for side in sides if (good := [one for one in side if one.teraflops >= GOOD * best])]
-
-
-def nearest_counts(question: Question) -> str:
-    """What `good_counts` found as part of a message; "" if it found nothing."""
-    found = good_counts(question)
-    return f"the nearest with good layouts: pass {_counts(found)}, or {DIVISORS}." if found else ""
-
-
-def better_counts(best: Candidate) -> str:
-    """For a number of GPUs that divides badly: a line with those nearby on which each GPU computes more; otherwise "".
-
-    Asked only where the best layout has stages of unequal size, or hosts are not full, since it searches again.
-    """
-    question, host = best.question, best.question.gpu.host_size
-    idle = best.run.parallel.stage_layers(best.run.model.layers).idle
-    if not idle and (question.gpus % host == 0 or question.gpus < host):
-        return ""
-    found = [one for one in good_counts(question) if best.teraflops < GOOD * one.teraflops]
-    return f"{question.gpus} GPUs divide badly; better near it: {_counts(found)}" if found else ""
-
-
-def _counts(found: Iterable[Candidate]) -> str:
-    """The numbers of GPUs, each with its mesh and MFU."""
-    meshes = ((one, "tensor {}, pipe {}, data {}".format(*one.mesh)) for one in found)
-    return " or ".join(f"--gpus {one.question.gpus} ({mesh}, {one.utilisation:.0%} MFU)" for one, mesh in meshes)

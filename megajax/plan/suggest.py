@@ -17,6 +17,7 @@ from megajax.schedules.registry import Slots, search_order
 from megajax.schedules.schedule import ScheduleError
 
 MESH = ("tensor", "context", "pipe")  # one choice; data follows from it
+SPEED = ("tensor_overlap", "axis_order")  # which do not change what is held in memory, or not for less
 TENSOR = (1, 2, 4, 8)  # degrees that fit a host
 # Tables of schedules that a search may make, in forwards: some seconds. `auto` makes and simulates dozens for each.
 MOST_FORWARDS, AUTO_TABLES = 100_000, 50
@@ -82,7 +83,7 @@ def _changes(run: RunConfig, devices: int) -> Iterator[Fields]:
         others = [value for value in declared if value != before[name] and value in limits.get(name, declared)]
         return [before[name], *others] if name in MESH else others
 
-    choices = [MESH, *((name,) for name in FIELDS if name not in (*MESH, "data"))]
+    choices = [MESH, *((name,) for name in FIELDS if name not in (*MESH, "data", *SPEED))]
     for some in itertools.chain.from_iterable(itertools.combinations(choices, count) for count in (1, 2)):
         if devices == run.parallel.devices or MESH in some:
             filters = {name: functools.partial(change if name in sum(some, ()) else keep, name) for name in FIELDS}

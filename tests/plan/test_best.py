@@ -1,0 +1,147 @@
+"""The best-first search finds what the exhaustive one finds; its bounds are below what they are bounds of."""
+
+import dataclasses
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megajax.config import ConfigError, ModelConfig, preset
+from megajax.estimate.gpus import find_gpu
+from megajax.plan.best import DEGREES, SHAPES, best_layouts, fastest, on_mesh
+from megajax.plan.bounds import Bounds
+from megajax.plan.search import NoLayout, Question, best_by, search
+
+ROWS = 4
+MODEL = ModelConfig(name="small", layers=6, hidden=2048, heads=16, vocabulary=32000, sequence_length=4096)
+SPARSE = dataclasses.replace(MODEL, experts=4, experts_per_token=2, biases=False)
+LONG = dataclasses.replace(MODEL, sequence_length=65536, hidden=4096, heads=32, layers=12)
+MODELS = [MODEL, SPARSE, LONG, dataclasses.replace(MODEL, layers=7, kv_heads=4)]
+searched = functools.cache(search)
+QUESTION = Question(MODEL, 8, find_gpu("h100-80gb"), 8, zero=(0, 1, 3), context=None, vocab_parallel="auto")
+
+
+def rows_of(candidates, count):
+    """(seconds, bytes, layout) of the first rows that the planner prints."""
+    fitting = (one for one in candidates if one.fits)
+    best = list(best_by(fitting, lambda one: one.mesh).values())[:count]
+    return [(one.time.total, one.peak, one.run) for one in best]
+
+
+def check(question):
+    """The first rows and the best of each group are those of the exhaustive search, and so is its refusal."""
+    try:
+        every = searched(question)
+    except NoLayout as error:
+        with pytest.raises(NoLayout, match="no layout of") as found:
+            best_layouts(question)
+        assert str(found.value) == str(error)
+        return
+    groups = DEGREES + SHAPES
+    found = best_layouts(question, ROWS, groups)
+    assert found.priced <= len(every) and not found.slower
+    if not every[0].fits:
+        assert fastest(question) is None and not any(one.fits for one in found.candidates)
+        assert [one.peak for one in found.candidates] == [one.peak for one in every[:3]]
+        return
+    assert rows_of(found.candidates, ROWS) == rows_of(every, ROWS)
+    assert fastest(question).run == every[0].run
+    assert rows_of(best_layouts(question, ROWS).candidates, ROWS) == rows_of(every, ROWS)
+    for group in groups:
+        of = lambda one: group(one.run.parallel)  # noqa: B023, E731
+        mine, theirs = (best_by((one for one in some if one.fits), of) for some in (found.candidates, every))
+        assert {key: one.run for key, one in mine.items()} == {key: one.run for key, one in theirs.items()}
+        assert {of(one) for one in found.candidates} == {of(one) for one in every}
+    mesh = every[0].mesh
+    assert on_mesh(question, mesh) == [one for one in every if one.mesh == mesh]
+
+
+FEW = ("1f1b", "interleaved_1f1b", "zb_h1")
+questions = st.builds(
+    lambda model, gpus, batch, gpu, schedules, zero, also, **fields: Question(
+        model, gpus, find_gpu(gpu), batch, schedules=schedules, zero=zero, also=also, context=None, **fields
+    ),
+    st.sampled_from(MODELS),
+    st.sampled_from([1, 2, 4, 6, 8]),
+    st.sampled_from([4, 6, 8, 16]),
+    st.sampled_from(["h100-80gb", "a100-40gb", "a10g", "gb200-nvl72"]),
+    st.sampled_from([FEW, ("interleaved_1f1b",), ("eager_1f1b", "zb_v")]),
+    st.sampled_from([(0,), (0, 1, 3), (1,)]),
+    st.sampled_from([(), ("axis_order",), ("tensor_overlap",), ("offload_activations", "recompute_blocks")]),
+    vocab_parallel=st.sampled_from(["auto", "pipe", "tensor"]),
+    microbatches=st.sampled_from([(1, 2), (1, 4)]),
+    sequence_parallel=st.booleans(),
+    attention=st.sampled_from(["auto", "xla"]),
+    optimizer=st.sampled_from(["adamw", "muon"]),
+    memory_margin=st.sampled_from([0.05, 0.9]),
+)
+
+
+@settings(max_examples=4, derandomize=True, deadline=None)
+@given(question=questions)
+def test_rows_are_those_of_the_exhaustive_search(question):
+    check(question)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(question=questions)
+def test_rows_are_those_of_the_exhaustive_search_of_many_questions(question):
+    check(question)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt3-13b", "mixtral-8x7b", "deepseek-v2-lite"])
+def test_all_schedules_of_real_models(name):
+    check(dataclasses.replace(QUESTION, model=preset(name), gpus=16, global_batch=32, microbatches=(1, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_bounds_are_below_what_they_bound(model):
+    question = dataclasses.replace(QUESTION, model=model, also=("axis_order", "tensor_overlap"))
+    bounds = Bounds(question.gpu, question.gpus)
+    for one in searched(question):
+        run = one.run.with_layout(vocab_parallel="auto")
+        assert max(bounds.memory(run), bounds.scheduled_memory(run)) <= one.peak
+        if one.fits:
+            assert bounds.seconds(run) <= one.time.total and bounds.scheduled_seconds(run) <= one.time.total
+
+
+def test_few_layouts_are_priced():
+    """Of 13B on 32 GPUs, which the exhaustive search prices 18,000 of; with context, ZeRO and both placements."""
+    found = best_layouts(dataclasses.replace(QUESTION, model=preset("gpt3-13b"), gpus=32, global_batch=64))
+    assert found.candidates[0].fits and found.priced < 600
+
+
+def test_long_sequences_are_split():
+    """405B at 128k tokens on 16,384 GPUs: context 16, and no bubble of 84% as without context parallelism."""
+    model = dataclasses.replace(preset("llama3.1-405b"), sequence_length=131072)
+    question = dataclasses.replace(QUESTION, model=model, gpus=16384, global_batch=128)
+    best = fastest(question)
+    parallel = best.run.parallel
+    assert (*best.mesh, parallel.context, parallel.chunks, parallel.zero) == (8, 16, 8, 16, 4, 1)
+    assert best.time.total < 14 and best.time.bubble / best.time.total < 0.2
+
+
+def test_groups_beyond_the_time_that_is_looked_at_are_named():
+    """On slow networks large tensor groups are slower by far; they are not looked for, and are not said not to fit."""
+    question = dataclasses.replace(QUESTION, gpus=16, schedules=FEW)
+    found = best_layouts(question, 1, DEGREES, within=1.2)
+    limit = 1.2 * found.candidates[0].time.total
+    every = best_layouts(question, 1, DEGREES)
+    best = best_by((one for one in every.candidates if one.fits), lambda one: DEGREES[0](one.run.parallel))
+    assert {key for key in found.slower if key[0] == "tensor"} == {
+        k for k, one in best.items() if one.time.total > limit
+    }
+    assert found.slower and found.priced < every.priced
+
+
+def test_matmuls_in_8_bits_are_considered_where_they_are_asked_for():
+    question = dataclasses.replace(QUESTION, model=preset("llama2-7b"), schedules=FEW, global_batch=256)
+    plain, either = fastest(question), fastest(dataclasses.replace(question, fp8=True))
+    assert plain.run.train.matmul_dtype is None and either.run.train.matmul_dtype == "fp8"
+    assert either.time.total < plain.time.total
+    with pytest.raises(ConfigError, match="a100-80gb has no tensor cores for it: omit --fp8"):
+        fastest(dataclasses.replace(question, fp8=True, gpu=find_gpu("a100-80gb")))
