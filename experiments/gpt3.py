@@ -18,6 +18,7 @@ from megajax.config import PRESETS
 from megajax.config.cli import Experiment, Request
 from megajax.config.presets import ALIASES, BERTS
 from megajax.config.released import RELEASED
+from megajax.config.released_others import RELEASED_OTHERS
 from megajax.config.sample import SampleConfig
 from megajax.interop.init_from import HUGGING_FACE
 from megajax.train import command
@@ -157,7 +158,9 @@ RECIPES = {
     "llama3.1-405b": llama3(8e-5),
 }
 # For the other released models, most of whose recipes are not published: Llama 2's, with the rate of its 7B and 13B.
-RECIPES |= {name: llama2(3e-4, PRESETS[name].sequence_length) for name in RELEASED if name not in RECIPES}
+RECIPES |= {
+    name: llama2(3e-4, PRESETS[name].sequence_length) for name in RELEASED | RELEASED_OTHERS if name not in RECIPES
+}
 for name, batch in MEGATRON_2021.items():
     tokens = 450e9 if name == "megatron-1008b" else 300e9
     sizes = {"global_batch_size": batch, "steps": round(tokens / SEQUENCE / batch), "batch_ramp": ()}

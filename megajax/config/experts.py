@@ -6,7 +6,8 @@ from megajax.config.errors import ConfigError, divisors, either, multiples, one_
 
 __all__ = ["check_expert_parallel", "check_experts", "expert_parameters", "expert_tokens"]
 
-ONLY_WITH_EXPERTS = ("shared_feedforward", "balance_loss", "router_z_loss", "balance_bias_rate", "expert_capacity")
+ONLY_WITH_EXPERTS = ("shared_feedforward", "shared_gate", "expert_biases", "balance_loss", "router_z_loss")
+ONLY_WITH_EXPERTS += ("balance_bias_rate", "expert_capacity")
 
 
 def check_experts(model) -> None:
@@ -18,10 +19,13 @@ def check_experts(model) -> None:
     if not model.experts:
         for name in ONLY_WITH_EXPERTS:
             if value := getattr(model, name):
-                raise ConfigError(
-                    f"{name} = {value} does nothing without experts: pass {option(name)} 0, or --experts 2 or more."
-                )
+                off = f"--no-{option(name)[2:]}" if value is True else f"{option(name)} 0"
+                raise ConfigError(f"{name} = {value} does nothing without experts: pass {off}, or --experts 2 or more.")
         return
+    if model.shared_gate and not model.shared_feedforward:
+        raise ConfigError(
+            "shared_gate = True multiplies a shared expert, and there is none: pass --shared-feedforward SIZE."
+        )
     if model.experts == 1:
         raise ConfigError("experts = 1 leaves a router no choice: pass --experts 0 for a dense MLP, or 2 or more.")
     if not model.causal:
@@ -68,14 +72,18 @@ def expert_tokens(model, tokens: int) -> int:
 def expert_parameters(model, experts: int | None = None) -> int:
     """Trainable parameters of the MLP of a block with experts: the router's, the shared MLP's and the experts'.
 
-    Experts and router add no biases. The router's balancing biases are not trained by gradients, and not counted.
+    Experts and router add biases with `expert_biases` only. The router's balancing biases, which no gradient trains, are not
+    counted.
 
     Args:
         model: the `ModelConfig`.
         experts: how many experts to count; all if not given. `experts_per_token` gives those that a token passes.
     """
     bias, into = int(model.biases), 2 if model.is_gated else 1
-    one = (into + 1) * model.hidden * model.feedforward_size
+    own = int(model.expert_biases)
+    one = (into + 1) * model.hidden * model.feedforward_size + own * (into * model.feedforward_size + model.hidden)
     shared = (model.hidden + bias) * into * model.shared_feedforward + (model.shared_feedforward + bias) * model.hidden
+    shared += model.hidden * int(model.shared_gate)
     count = model.experts if experts is None else experts
-    return model.hidden * model.experts + count * one + (shared if model.shared_feedforward else 0)
+    router = (model.hidden + own) * model.experts
+    return router + count * one + (shared if model.shared_feedforward else 0)

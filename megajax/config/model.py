@@ -5,11 +5,13 @@ import math
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
-from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
-from megajax.config.experts import ONLY_WITH_EXPERTS, check_expert_parallel, check_experts, expert_parameters
+from megajax.config.errors import ConfigError, divisors, multiples, one_of
+from megajax.config.experts import ONLY_WITH_EXPERTS, check_experts, expert_parameters
 from megajax.config.fields import check_fields, setting
-from megajax.config.layer_kinds import DENSE, check_kinds_parallel, check_layer_kinds, model_kinds
+from megajax.config.layer_kinds import DENSE, check_layer_kinds, model_kinds
+from megajax.config.layer_pattern import NO_PATTERN, check_layer_pattern, variants
 from megajax.config.lora import check_lora, lora_parameters
+from megajax.config.model_split import check_split
 from megajax.config.parallel import ParallelConfig
 from megajax.config.rotary import check_rotary
 
@@ -35,15 +37,40 @@ class ModelConfig:
     dropout: float = setting(
         0.0, "probability of dropping an element: embedding, attention and both block outputs", low=0, below=1
     )
-    norm: str = setting("layernorm", "normalisation before attention, MLP and head", ("layernorm", "rmsnorm"))
+    norm: str = setting("layernorm", "normalisation of attention's, MLP's and head's input", ("layernorm", "rmsnorm"))
+    norm_placement: str = setting(
+        "pre",
+        "norms of the inputs of attention and MLP, of their results, of both, or one for the input of the two in parallel",
+        ("pre", "post", "both", "parallel"),
+    )
+    norm_offset: bool = setting(False, "norms multiply by 1 + their weights (Gemma)")
     activation: str = setting(
         "gelu",
-        "the MLP's nonlinearity: GELU by its tanh approximation or by erf; swiglu and geglu have a third, gating matrix",
-        ("gelu", "gelu_exact", "swiglu", "geglu"),
+        "the MLP's nonlinearity: GELU by its tanh approximation or by erf; swiglu and geglu have a third, gating matrix; "
+        "clamped_swiglu is gpt-oss's",
+        ("gelu", "gelu_exact", "swiglu", "geglu", "clamped_swiglu"),
     )
-    positions: str = setting("learned", "a learned table added to the embedding, or rotary", ("learned", "rotary"))
+    activation_limit: float = setting(7.0, "clamped_swiglu: largest input of the gate, and of what it multiplies")
+    layer_pattern: str = setting(
+        NO_PATTERN,
+        "kinds of layers, such as local*5,global, repeated over the layers; none: all are of one kind",
+        metavar="KIND,...",
+    )
+    kind_fields: tuple[str, ...] = setting(
+        (),
+        "fields that a kind has of its own: local.sliding_window=1024,global.rotary_base=1e6",
+        metavar="KIND.FIELD=VALUE,...",
+    )
+    positions: str = setting(
+        "learned", "a learned table added to the embedding, rotary, or none", ("learned", "rotary", "none")
+    )
     rotary_base: float = setting(10000.0, "base of the rotary frequencies")
     rotary_fraction: float = setting(1.0, "part of each head's elements that is rotated, at most 1")
+    rotary_pairs: str = setting(
+        "halves",
+        "elements of a head that are rotated together: i and i + half, or neighbours",
+        ("halves", "neighbours"),
+    )
     rotary_scaling: str = setting(
         "none", "rotary frequencies for a longer context", ("none", "linear", "llama3", "yarn")
     )
@@ -59,6 +86,7 @@ class ModelConfig:
     rotary_high_frequency: float = setting(4.0, "llama3: turns in the original context above which a frequency is kept")
     rotary_beta_fast: float = setting(32.0, "yarn: turns in the original context above which a frequency is kept")
     rotary_beta_slow: float = setting(1.0, "yarn: turns in the original context below which a frequency is divided")
+    rotary_truncate: bool = setting(True, "yarn: the pairs between which its ramp runs are whole numbers")
     rotary_attention_factor: float | None = setting(
         None, "yarn: factor on rotated queries and keys", shown_default="0.1 ln(rotary_factor) + 1"
     )
@@ -78,6 +106,8 @@ class ModelConfig:
     shared_feedforward: int = setting(
         0, "inner width of the shared expert, an MLP for every token in addition to its experts; 0: none", low=0
     )
+    shared_gate: bool = setting(False, "the shared expert's result is multiplied by a sigmoid of the token (Qwen2)")
+    expert_biases: bool = setting(False, "router and experts add biases (gpt-oss)")
     router_softmax: str = setting(
         "before",
         "softmax over the scores of all experts before the choice, or of the chosen ones after it",
@@ -106,9 +136,19 @@ class ModelConfig:
     sliding_window: int | None = setting(
         None, "latest tokens that a token attends to, itself included", shown_default="all before it"
     )
+    attention_scale: float | None = setting(None, "factor on queries times keys", shown_default="1 / sqrt(head_size)")
+    attention_softcap: float | None = setting(
+        None, "bound c of attention scores x, which become c tanh(x / c)", shown_default="none"
+    )
+    attention_sinks: bool = setting(False, "each head's softmax has one more, learned score, of no value (gpt-oss)")
+    embedding_multiplier: float = setting(1.0, "factor on the embedding")
+    residual_multiplier: float = setting(1.0, "factor on what attention and MLP add to the residual")
+    logit_multiplier: float = setting(1.0, "factor on the logits")
+    logit_softcap: float | None = setting(None, "bound c of logits x, which become c tanh(x / c)", shown_default="none")
     tied_embeddings: bool = setting(True, "the output head uses the token embedding's weights")
     biases: bool = setting(True, "linear layers and layer norms add a bias (an rmsnorm never does)")
     qkv_biases: bool | None = setting(None, "queries, keys and values add a bias", shown_default="as biases")
+    output_biases: bool | None = setting(None, "attention's output projection adds a bias", shown_default="as biases")
     lora: int = setting(
         0,
         "rank of adapters (LoRA), which are trained in place of the model's own weights; 0: none",
@@ -142,13 +182,33 @@ class ModelConfig:
         return self.biases if self.qkv_biases is None else self.qkv_biases
 
     @property
+    def has_output_biases(self) -> bool:
+        """Whether attention's output projection adds a bias."""
+        return self.biases if self.output_biases is None else self.output_biases
+
+    @property
+    def unfused_attention(self) -> str:
+        """A field that attention by fused kernels, or round a ring, does not have; "": none."""
+        return "attention_softcap" if self.attention_softcap else "attention_sinks" if self.attention_sinks else ""
+
+    @property
+    def block_norms(self) -> int:
+        """Norms of the residual stream in a block."""
+        return {"both": 4, "parallel": 1}.get(self.norm_placement, 2)
+
+    @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gating matrix."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "clamped_swiglu")
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """The sliding windows of the layers' kinds, each once."""
+        return tuple(dict.fromkeys(one.attention_window for one in variants(self)))
 
     @property
     def attention_window(self) -> int | None:
-        """The sliding window; None if it hides nothing of a sample."""
+        """The sliding window, where all layers are of one kind; None if it hides nothing of a sample."""
         hides = self.sliding_window is not None and self.sliding_window < self.sequence_length
         return self.sliding_window if hides else None
 
@@ -189,14 +249,22 @@ class ModelConfig:
         size = self.head_dimension
         query_key_value = (self.heads + 2 * self.key_value_heads) * size
         attention = (self.hidden + int(self.has_qkv_biases)) * query_key_value
-        attention += (self.heads * size + bias) * self.hidden + self.query_key_norm_parameters
+        attention += (self.heads * size + int(self.has_output_biases)) * self.hidden + self.query_key_norm_parameters
+        attention += self.heads * int(self.attention_sinks)
         into_mlp = 2 if self.is_gated else 1
         dense, width = self._dense_layers if self.experts else self.layers, self.of_kind(DENSE).feedforward_size
         mlp = dense * (into_mlp * (self.hidden + bias) * width + (width + bias) * self.hidden)
         mlp += (self.layers - dense) * expert_parameters(self) if self.experts else 0
         position_table = self.sequence_length * self.hidden if self.positions == "learned" else 0
         token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * (attention + 2 * norm) + mlp + position_table + token_tables + norm + lora_parameters(self)
+        return (
+            self.layers * (attention + self.block_norms * norm)
+            + mlp
+            + position_table
+            + token_tables
+            + norm
+            + lora_parameters(self)
+        )
 
     @property
     def query_key_norm_parameters(self) -> int:
@@ -240,61 +308,16 @@ class ModelConfig:
         check_rotary(self)
         check_experts(self)
         check_layer_kinds(self)
+        check_layer_pattern(self)
         check_lora(self)
 
     def check_parallel(self, parallel: ParallelConfig) -> None:
         """Checks that this model's arrays can be split as `parallel` requires; both are already validated.
 
-        Tensor parallelism splits heads, MLP columns and, with sequence parallelism, the sequence. A context group splits
-        the sequence into two pieces a rank (see `megajax.ops.ring_attention`).
-
         Raises:
             ConfigError: for the first size that cannot be split.
         """
-        check_expert_parallel(self, parallel)
-        check_kinds_parallel(self, parallel)
-        if parallel.context > 1 and self.sequence_length % (2 * parallel.context):
-            legal = [1] + [n for n in divisors(self.sequence_length) if n > 1 and self.sequence_length % (2 * n) == 0]
-            raise ConfigError(
-                f"sequence_length = {self.sequence_length} cannot be cut into 2 * context = {2 * parallel.context} "
-                "pieces: pass "
-                + either(
-                    one_of("context", legal, parallel.context),
-                    one_of(
-                        "sequence_length", multiples(2 * parallel.context, self.sequence_length), self.sequence_length
-                    ),
-                )
-                + "."
-            )
-        split = {"heads": self.heads, "kv_heads": self.key_value_heads, "feedforward": self.feedforward_size}
-        if self.experts and self.shared_feedforward:
-            split["shared_feedforward"] = self.shared_feedforward
-        if self.layer_kinds:
-            split["dense_feedforward"] = self.of_kind(DENSE).feedforward_size
-        if parallel.sequence_parallel:
-            split["sequence_length"] = self.sequence_length // parallel.context
-        legal = divisors(math.gcd(*split.values()))
-        for name, value in split.items():
-            if value % parallel.tensor:
-                size, step, instead, given = value, parallel.tensor, "", f"{name} = {value}"
-                if name == "sequence_length":
-                    size, instead = self.sequence_length, "--no-sequence-parallel"
-                    if parallel.context > 1:
-                        given = f"sequence_length / context = {size} / {parallel.context} = {value}"
-                        step = parallel.context * math.lcm(2, parallel.tensor)
-                raise ConfigError(
-                    f"{given} cannot be split over tensor = {parallel.tensor}: pass "
-                    + either(
-                        one_of("tensor", legal, parallel.tensor), one_of(name, multiples(step, size), size), instead
-                    )
-                    + "."
-                )
-        for name in ("dropout", "lora_dropout"):
-            if parallel.context > 1 and getattr(self, name) > 0:
-                raise ConfigError(
-                    f"{name} = {getattr(self, name)}, but dropout masks are drawn for whole sequences and context = "
-                    f"{parallel.context} splits them: pass --{name.replace('_', '-')} 0 or --context 1."
-                )
+        check_split(self, parallel)
 
 
 def padded_vocabulary(vocabulary: int, shares: int) -> int:

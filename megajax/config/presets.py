@@ -7,6 +7,7 @@ from megajax.config.errors import ConfigError
 from megajax.config.model import ModelConfig
 from megajax.config.preset_names import unknown_preset
 from megajax.config.released import RELEASED
+from megajax.config.released_others import RELEASED_OTHERS
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocabulary: int, sequence_length: int, dropout: float = 0.0) -> dict:
@@ -65,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "megatron-529.6b": _gpt(105, 20480, 128, MEGATRON_VOCABULARY, 2048),
     "megatron-1008b": _gpt(128, 25600, 160, MEGATRON_VOCABULARY, 2048),
 }
-MODELS |= RELEASED
+MODELS |= RELEASED | RELEASED_OTHERS
 # "tiny" with experts, for experiments.moe: two of eight, which together are half as wide as the MLP of "tiny".
 MODELS["moe-tiny"] = _gpt(4, 128, 4, 257, 128) | {"experts": 8, "feedforward": 128, "balance_loss": 0.01}
 

@@ -54,7 +54,8 @@ def _parameters(model: ModelConfig) -> dict[str, Any]:
         "feedforward": (model.feedforward_size, model.is_gated),
         "vocabulary": (model.vocabulary, model.tied_embeddings),
         "positions": model.sequence_length if model.positions == "learned" else None,
-        "biases": (model.biases, model.has_qkv_biases),
+        "biases": (model.biases, model.has_qkv_biases, model.has_output_biases, model.attention_sinks),
+        "norm_placement": model.norm_placement,
         "norm": model.norm == "layernorm" and model.biases,
         "query_key_norm": model.query_key_norm and model.query_key_norm_over,
         "experts": model.experts,
@@ -63,6 +64,7 @@ def _parameters(model: ModelConfig) -> dict[str, Any]:
     if model.experts:
         dense = model.of_kind("dense").feedforward_size if model.layer_kinds else None
         found["experts"] = (model.experts, model_kinds(model), dense, model.shared_feedforward)
+        found["experts"] += (model.shared_gate, model.expert_biases)
     if isinstance(model, BertConfig):
         scores = model.scores if model.has_classifier else None
         found["bert"] = (model.token_types, model.post_norm, model.output_heads, scores)

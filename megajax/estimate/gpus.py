@@ -18,7 +18,7 @@ import numpy as np
 from megajax.config import ConfigError, ParallelConfig, RunConfig, near
 from megajax.estimate import model_costs
 from megajax.estimate.measured import Measured
-from megajax.ops.attention_choice import FUSED, choose_attention
+from megajax.ops.attention_choice import FUSED, choose_attention, mask_of
 
 GIGA, TERA = 1e9, 1e12
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
@@ -185,7 +185,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
         head_size=attention.head_size,
         dropout=attention.dropout,
         window=attention.window,
-        mask="documents" if run.data.resets_attention else None if attention.causal else "padding",
+        mask=mask_of(run.data.resets_attention, attention),
         context=run.parallel.context,
         precision=run.train.precision,
         device=device,

@@ -25,11 +25,15 @@ from megajax.config.batch_ramp import PADDING
 from megajax.config.lora import is_base
 from megajax.models import remat
 from megajax.models.costs import Matmul, ModelCosts, Parameters
+from megajax.models.dropout import Dropout
+from megajax.models.feedforward import ACTIVATIONS, Linear
 from megajax.models.gpt import LOGITS, TABLE, Embedding, token_table
 from megajax.models.ids import Ids
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
+from megajax.models.mixers.attention import with_rotary_table
 from megajax.models.nnx_model import NNXModel, named_key, parameter
-from megajax.models.transformer import ACTIVATIONS, Block, Dropout, Linear, Norm, with_rotary_table
+from megajax.models.norms import Norm
+from megajax.models.transformer import Block
 from megajax.models.transformer_costs import transformer_costs
 from megajax.ops.linear import GATHERED, RESIDUAL, add_bias
 from megajax.ops.vocabulary import cross_entropy, mask_padding

@@ -18,7 +18,7 @@ from megajax.ops.attention import (
     tokamax_kernel,
     with_window,
 )
-from megajax.ops.attention_choice import FUSED, Choice, choose_attention
+from megajax.ops.attention_choice import FUSED, Choice, choose_attention, mask_of
 from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.distillation import Teacher
 from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
@@ -65,7 +65,7 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
         head_size=attention.head_size,
         dropout=attention.dropout,
         window=attention.window,
-        mask="documents" if run.data.resets_attention else None if attention.causal else "padding",
+        mask=mask_of(run.data.resets_attention, attention),
         context=parallel.context,
         precision=run.train.precision,
         device=device,

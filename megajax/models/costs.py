@@ -57,26 +57,41 @@ class Attention:
       groups: key and value heads.
       head_size: elements of a head.
       dropout: probability of dropping an attention probability; cuDNN's attention supports only 0.
-      window: latest tokens that a token attends to; None: all before it.
+      windows: latest tokens that a token attends to; None: all before it. Of a model whose layers differ, one for each
+        layer: what is counted is then of a layer on average.
       causal: whether tokens attend to earlier tokens only; if not, to all of the sample.
       scores_recomputed: recompute modes in which the backward computes queries times keys a second time; fused attention
         always does, and that is part of its backward.
       values_recomputed: recompute modes in which it computes probabilities times values a second time.
+      unfused: what no fused kernel computes, a field of the model; "": nothing.
     """
 
     heads: int
     groups: int
     head_size: int
     dropout: float = 0.0
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
     causal: bool = True
     scores_recomputed: tuple[str, ...] = ("selective", "full")
     values_recomputed: tuple[str, ...] = ("full",)
+    unfused: str = ""
 
     def pairs(self, tokens: int) -> float:
         """Scores that a head computes for a sample of this many tokens, if it leaves out those that are masked."""
-        window = min(tokens, self.window or tokens)
-        return window * (2 * tokens - window) / 2 if self.causal else tokens * tokens
+        if not self.causal:
+            return tokens * tokens
+        windows = [min(tokens, window or tokens) for window in self.windows]
+        return sum(window * (2 * tokens - window) / 2 for window in windows) / len(windows)
+
+    @property
+    def window(self) -> int | None:
+        """The window of all layers; None: they differ, or have none."""
+        return self.windows[0] if len(set(self.windows)) == 1 else None
+
+    @property
+    def differ(self) -> bool:
+        """Whether layers have different windows."""
+        return len(set(self.windows)) > 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ ACTIVATIONS = {  # of the MLP, or of its gate
     "gelu_exact": exact_gelu,
     "swiglu": jax.nn.silu,
     "geglu": partial(jax.nn.gelu, approximate=True),
+    "clamped_swiglu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 
@@ -55,6 +56,9 @@ class Linear(nnx.Module):
 def activate(config: ModelConfig, up: jax.Array) -> jax.Array:
     """The activation function of up [..., f], or of [..., 2, f]: the gate, then the gated value; fp32 [..., f]."""
     activation, wide = ACTIVATIONS[config.activation], up.astype(jnp.float32)
+    if config.activation == "clamped_swiglu":
+        limit = config.activation_limit
+        return activation(jnp.minimum(wide[..., 0, :], limit)) * (wide[..., 1, :].clip(-limit, limit) + 1)
     return activation(wide[..., 0, :]) * wide[..., 1, :] if config.is_gated else activation(wide)
 
 

@@ -19,11 +19,15 @@ from megajax.config.layer_kinds import SPARSE
 from megajax.config.lora import is_base
 from megajax.models import moe, remat
 from megajax.models.costs import ModelCosts
+from megajax.models.dropout import Dropout
 from megajax.models.ids import Ids
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
+from megajax.models.mixers.attention import cache_arrays, with_rotary_table
 from megajax.models.nnx_model import NNXModel, named_key, parameter
-from megajax.models.transformer import Block, Dropout, Norm, cache_arrays, with_rotary_table
+from megajax.models.norms import Norm
+from megajax.models.transformer import Block
 from megajax.models.transformer_costs import transformer_costs
+from megajax.ops.attention import softcapped
 from megajax.ops.cached_attention import CachedArray
 from megajax.ops.distillation import TEACHER_ARRAYS, distillation
 from megajax.ops.linear import GATHERED, RESIDUAL
@@ -55,6 +59,8 @@ class Embedding(nnx.Module):
         """The same before dropout."""
         tokens, positions, dtype = microbatch["tokens"], microbatch.get("positions"), self.context.dtype
         x = self.constrain(self.context.vocabulary.lookup(self.tokens[...], tokens).astype(dtype), *RESIDUAL)
+        if self.config.embedding_multiplier != 1:
+            x = x * jnp.asarray(self.config.embedding_multiplier, dtype)
         if self.config.positions == "learned":
             if positions is None:
                 added = self.positions[: tokens.shape[1]].astype(dtype)
@@ -68,7 +74,7 @@ class Head(nnx.Module):
     """Final norm, then logits against the token table, the embedding's or the head's own."""
 
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
-        self.constrain, self.ranks = context.constrain, context.vocabulary.ranks
+        self.config, self.constrain, self.ranks = config, context.constrain, context.vocabulary.ranks
         self.norm = Norm(config)
         if not config.tied_embeddings:
             self.vocabulary = parameter(token_table(named_key(key, "vocabulary"), config, context), *TABLE)
@@ -78,7 +84,10 @@ class Head(nnx.Module):
         table = self.vocabulary if hasattr(self, "vocabulary") else embedding.tokens
         y = self.norm(self.ranks.broadcast(y))
         y = self.constrain(self.constrain(y, *RESIDUAL), *GATHERED)  # both: see Block._split
-        return self.constrain(jnp.einsum("bsh,vh->bsv", y, table[...].astype(y.dtype)), *LOGITS)
+        multiplier, cap = self.config.logit_multiplier, self.config.logit_softcap
+        y = y if multiplier == 1 else y * jnp.asarray(multiplier, y.dtype)
+        logits = self.constrain(jnp.einsum("bsh,vh->bsv", y, table[...].astype(y.dtype)), *LOGITS)
+        return logits if cap is None else softcapped(logits, cap)
 
 
 class Shared(nnx.Module):
@@ -149,7 +158,7 @@ class GPT(NNXModel):
 
     Initial values: normal with config.init_deviation; the two projections into the residual scaled by 1/sqrt(2 layers);
     biases 0, norm scales 1. Batches: "tokens", "labels" and "weights" [b, s]; "sample" [b], the sample's index in the run,
-    which seeds its dropout; and optionally "positions" and "document" [b, s] (`transformer.Attention`).
+    which seeds its dropout; and optionally "positions" and "document" [b, s] (`mixers.attention.Attention`).
     """
 
     block_module = Block
@@ -216,8 +225,11 @@ class GPT(NNXModel):
 
     @classmethod
     def fusable_attention(cls, config: ModelConfig) -> FusableAttention:
-        """The heads' size and dropout, and the sliding window."""
-        return FusableAttention(config.head_dimension, config.dropout, config.attention_window)
+        """The heads' size and dropout, and the sliding windows."""
+        windows = config.attention_windows
+        window = windows[0] if len(windows) == 1 else None
+        more = {"differ": len(windows) > 1, "unfused": config.unfused_attention}
+        return FusableAttention(config.head_dimension, config.dropout, window, **more)
 
     @property
     def vocabulary(self) -> int:

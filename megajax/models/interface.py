@@ -58,7 +58,7 @@ class ModelContext:
     Attributes:
       constrain: `(x, *axes)` -> x with the sharding constraint of its logical axes, see `megajax.sharding.rules.AxisRules`.
       operations: the matmuls and the attention of a block.
-      vocabulary: how the rows of token tables are sharded, with the matching lookup and collectives.
+      vocabulary: how token tables' rows are sharded, with the matching lookup and collectives.
       dtype: type of activations and matmuls. `embed`, `block` and `head_loss` get weights of this type.
       recompute: "none", "selective" or "full", the values that a block's backward recomputes.
       experts: the replicas that split the experts of a layer; by default each has all.
@@ -98,19 +98,21 @@ class ModelContext:
 
 
 class FusableAttention(NamedTuple):
-    """Properties of blocks that call `ModelContext.operations.attend`, which determine whether a fused kernel can run.
+    """Properties of blocks with `ModelContext.operations.attend`, which determine whether a fused kernel can run.
 
     Attributes:
-      head_size: elements of a head.
-      dropout: probability of dropping an attention probability.
-      window: latest tokens that a token attends to; None: all before it.
-      causal: whether tokens attend to earlier tokens only; if not, the end of a sample may be padding.
+      head_size, dropout: elements of a head; probability of dropping an attention probability.
+      window: latest tokens that a token attends to; None: all, or layers differ.
+      causal: whether tokens attend to earlier tokens only; if not, samples may end with padding.
+      differ, unfused: whether layers have different windows; a field of the model that no fused kernel has, or "".
     """
 
     head_size: int
     dropout: float = 0.0
     window: int | None = None
     causal: bool = True
+    differ: bool = False
+    unfused: str = ""
 
 
 class PipelineModel(abc.ABC):

@@ -70,7 +70,7 @@ class Adapters(nnx.Module):
 
         Args:
           axes: logical axes of the product of a column-parallel matmul.
-          drop: dropout of x, as `transformer.Dropout`.
+          drop: dropout of x, as `models.dropout.Dropout`.
         """
         is_row = self.matmul in ROW
         if drop is not None:

@@ -52,13 +52,14 @@ from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
 from megajax.ops.expert_dispatch import Gather, all_to_all
 from megajax.ops.grouped_matmul import dispatch, route
-from megajax.ops.linear import GATHERED, reduce_scattered
+from megajax.ops.linear import GATHERED, RESIDUAL, reduce_scattered
 
 __all__ = ["SCALED", "Experts", "Router", "balance_arrays", "move_biases", "take_measurements"]
 
 Tree = Any
 SCALED = ("counted_samples", "sample_shares", "token_shares")  # of `balance_arrays`
 LOSSES = ("balance_loss", "router_z_loss")
+MEASURED = {"bias", "losses"}  # parameters of a router whose gradients are measured values
 
 
 def balance_arrays(batch: Microbatch) -> dict[str, jax.Array]:
@@ -96,6 +97,8 @@ class Router(nnx.Module):
         kernel = jax.random.normal(named_key(key, "kernel"), (config.hidden, config.experts)) * config.init_deviation
         self.kernel = parameter(kernel, "hidden", None, fp32=True)
         self.bias = parameter(jnp.zeros(config.experts), None, decay=False, fp32=True)
+        if config.expert_biases:
+            self.logit_bias = parameter(jnp.zeros(config.experts), None, decay=False, fp32=True)
         measured = len(LOSSES) + bool(config.expert_capacity)
         self.losses = parameter(jnp.zeros(measured), None, decay=False, fp32=True)
 
@@ -104,6 +107,8 @@ class Router(nnx.Module):
         config = self.config
         kernel = self.kernel[...].astype(jnp.float32)
         logits = jnp.matmul(y.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
+        if config.expert_biases:
+            logits = logits + self.logit_bias[...].astype(jnp.float32)
         logits = checkpoint_name(self.context.constrain(logits, "batch", "whole_sequence", None), "router")
         scores = jax.nn.softmax(logits)
         biases = self.bias[...].astype(jnp.float32)
@@ -163,7 +168,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The router, E MLPs without biases, and the MLP that all tokens pass, if the config has one."""
+    """The router, E MLPs, and the MLP that all tokens pass, if the config has one."""
 
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         """Draws the weights of one layer from its key."""
@@ -176,6 +181,13 @@ class Experts(nnx.Module):
         down = draw("down", config.experts, width, hidden) * config.init_deviation / (2 * config.layers) ** 0.5
         self.up = parameter(up, "experts", "hidden", *(None for _ in gates), "feedforward")
         self.down = parameter(down, "experts", "feedforward", "hidden")
+        if config.expert_biases:
+            zeros = jnp.zeros((config.experts, *gates, width))
+            self.up_bias = parameter(zeros, "experts", *(None for _ in gates), "feedforward", decay=False)
+            self.down_bias = parameter(jnp.zeros((config.experts, hidden)), "experts", "hidden", decay=False)
+        if config.shared_gate:
+            gate = jax.random.normal(named_key(key, "shared_gate"), (hidden, 1)) * config.init_deviation
+            self.shared_gate = parameter(gate, "hidden", None)
         if config.shared_feedforward:
             self.shared = FeedForward(config, named_key(key, "shared"), context, config.shared_feedforward)
 
@@ -201,12 +213,27 @@ class Experts(nnx.Module):
         gates = (None,) if self.config.is_gated else ()
         up = self.matmuls.column(tokens.reshape(-1, y.shape[-1]), self.up[...].astype(y.dtype), routing)
         up = checkpoint_name(self.constrain(up, "batch", *gates, "feedforward"), "up")
+        if self.config.expert_biases:
+            ends = jnp.cumsum(routing.sizes)
+            expert = (jnp.arange(len(up))[:, None] >= ends).sum(1)  # of each row; too large for rows of no expert
+            added = jnp.take(self.up_bias[...].astype(jnp.float32), expert, axis=0, mode="clip")
+            up = up.astype(jnp.float32) + self.constrain(added, "batch", *gates, "feedforward")
         # Weighted here and not after the second matmul, whose results the weights' gradients would then need.
         active = activate(self.config, up) * dispatch(weights.reshape(-1, 1), routing.order, routing.places)
         active = checkpoint_name(self.constrain(active.astype(y.dtype), "batch", "feedforward"), "activation")
         out = self.matmuls.row(active, self.down[...].astype(y.dtype), routing, len(local))
-        out = exchange.collect(reduce_scattered(out.reshape(tokens.shape), self.constrain))
-        return out + self.shared(y) if self.config.shared_feedforward else out
+        out = reduce_scattered(out.reshape(tokens.shape), self.constrain)
+        if self.config.expert_biases:
+            shares = (jax.nn.one_hot(local, count) * weights[..., None]).sum(-2)  # 0 for experts that are elsewhere
+            added = (shares @ self.down_bias[...].astype(jnp.float32)).reshape(tokens.shape)
+            out = out + self.constrain(added.astype(out.dtype), *RESIDUAL)
+        out = exchange.collect(out)
+        if not self.config.shared_feedforward:
+            return out
+        shared = self.shared(y)
+        if self.config.shared_gate:
+            shared = shared * jax.nn.sigmoid(y @ self.shared_gate[...].astype(y.dtype))
+        return out + shared
 
 
 @jax.custom_vjp
@@ -240,8 +267,8 @@ def take_measurements(gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
       capacity also "dropped_choices" [...], how many of them were dropped). No values if one of the two is frozen.
     """
     router = _sparse(gradients["blocks"])["feedforward"]["router"]
-    if not {"bias", "losses"} <= router.keys():
-        return _with_router(gradients, {name: jnp.zeros_like(router[name]) for name in router.keys() - {"kernel"}}), {}
+    if not MEASURED <= router.keys():
+        return _with_router(gradients, {name: jnp.zeros_like(router[name]) for name in router.keys() & MEASURED}), {}
     zeros = {name: jnp.zeros_like(router[name]) for name in ("bias", "losses")}
     measured = {"expert_load": router["bias"], "router_losses": router["losses"][..., : len(LOSSES)]}
     if router["losses"].shape[-1] > len(LOSSES):

@@ -13,6 +13,8 @@ sequence s, width h, feedforward f, a heads in g groups of head size d, tensor t
     attention_statistics [b, a, s]          tensor          kept    kept              fp32; of fused attention only
     residual             [b, s, h]          sequence        kept    kept              after attention
     feedforward_input    [b, s, h]          sequence        kept                      gathered again
+    attention_output     [b, s, h]          sequence        kept    kept              before the norm of a result
+    feedforward_output   [b, s, h]          sequence        kept    kept              likewise
     up                   [b, s, f] or [b, s, 2, f]  tensor  kept    kept              before the activation
     activation           [b, s, f]          tensor          kept
     router               [b, s, E]          replicated      kept    kept              fp32; the scores of E experts
@@ -41,6 +43,7 @@ from megajax.config import ConfigError, near
 __all__ = ["MODES", "checkpointed", "grouped"]
 
 SELECTIVE = ("qkv", "context", "attention_statistics", "residual", "router", "up", "output_residual")
+SELECTIVE += ("attention_output", "feedforward_output")
 NONE = (*SELECTIVE, "attention_input", "probabilities", "feedforward_input", "dispatched", "activation")
 MASKS = ("probabilities_mask", "attention_mask", "feedforward_mask")  # drawn only where the model has dropout
 MODES = {"none": NONE + MASKS, "selective": SELECTIVE, "full": ()}

@@ -4,7 +4,10 @@ Elements i and i + n/2 of a head's first n elements form a pair, as in llama; po
 f_i = base^(-2i/n) without scaling.
 """
 
+import functools
 import math
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.config import ModelConfig
+from megajax.config.layer_pattern import VARYING, variant_numbers, variants
 
-__all__ = ["attention_factor", "frequencies", "rotary_table", "rotate"]
+__all__ = ["attention_factor", "frequencies", "of_layer", "rotary_table", "rotary_tables", "rotate", "table_of_layer"]
 
 
 def frequencies(config: ModelConfig, library: Any = jnp) -> Any:
@@ -47,15 +51,17 @@ def frequencies(config: ModelConfig, library: Any = jnp) -> Any:
     return share * plain + (1 - share) * divided
 
 
-def _ramp_of_yarn(config: ModelConfig, length: int) -> tuple[int, int]:
-    """First and last pair of yarn's ramp, rounded outwards."""
+def _ramp_of_yarn(config: ModelConfig, length: int) -> tuple[float, float]:
+    """First and last pair of yarn's ramp, rounded outwards unless `rotary_truncate` is off."""
     dimension = config.rotated_dimension
 
     def pair_of(turns: float) -> float:  # where L f / 2 pi = turns
         return dimension * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
 
-    first = max(math.floor(pair_of(config.rotary_beta_fast)), 0)
-    return first, min(math.ceil(pair_of(config.rotary_beta_slow)), dimension - 1)
+    first, last = pair_of(config.rotary_beta_fast), pair_of(config.rotary_beta_slow)
+    if config.rotary_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    return max(first, 0), min(last, dimension - 1)
 
 
 def attention_factor(config: ModelConfig) -> float:
@@ -66,23 +72,72 @@ def attention_factor(config: ModelConfig) -> float:
     return 0.1 * math.log(config.rotary_factor) + 1 if given is None else given
 
 
+@functools.lru_cache(maxsize=256)
+def rotations(config: ModelConfig) -> tuple[tuple[ModelConfig, ...], tuple[int, ...]]:
+    """Models with the rotations of the layers, each rotation once, and which one of them each layer has."""
+    each, numbers = variants(config), variant_numbers(config)
+    of = [tuple(getattr(one, name) for name in VARYING if name != "sliding_window") for one in each]
+    return tuple(each[of.index(one)] for one in dict.fromkeys(of)), tuple(
+        [*dict.fromkeys(of)].index(of[n]) for n in numbers
+    )
+
+
+def rotary_tables(config: ModelConfig, positions: jax.Array) -> jax.Array:
+    """The table of the model's rotation; of several, fp32 [b, rotations, s, 2, n / 2]."""
+    tables = [rotary_table(one, positions) for one in rotations(config)[0]]
+    return tables[0] if len(tables) == 1 else jnp.stack(tables, 1)
+
+
+def of_layer(values: Sequence[int], numbers: Sequence[int], layer: jax.Array) -> jax.Array:
+    """values[numbers[layer]], int32: without an array of the numbers, which would be kept for each block's backward."""
+    period = next(
+        n for n in range(1, len(numbers) + 1) if all(a == b for a, b in zip(numbers, numbers[n:], strict=False))
+    )
+    places, place = numbers[:period], layer % period
+    usual = max(set(places), key=places.count)
+    found = jnp.int32(values[usual])
+    for number in sorted(set(places) - {usual}):
+        here = functools.reduce(operator.or_, (place == at for at, one in enumerate(places) if one == number))
+        found = jnp.where(here, values[number], found)
+    return found
+
+
+def table_of_layer(config: ModelConfig, tables: jax.Array, layer: jax.Array) -> jax.Array:
+    """The table of one layer [b, s, 2, n / 2], of those of `rotary_tables`."""
+    each, numbers = rotations(config)
+    if len(each) == 1:
+        return tables
+    return lax.dynamic_index_in_dim(tables, of_layer(range(len(each)), numbers, layer), 1, keepdims=False)
+
+
 def rotary_table(config: ModelConfig, positions: jax.Array) -> jax.Array:
-    """Cosines and sines of the angles at the positions [b, s], times `attention_factor`: fp32 [b, s, 2, n / 2]."""
+    """Cosines and sines of the angles at the positions [b, s], times `attention_factor`: fp32 [b, s, 2, n / 2].
+
+    Those of a model without positions rotate nothing.
+    """
+    if config.positions != "rotary":
+        shape = (*positions.shape, config.rotated_dimension // 2)
+        return jnp.stack([jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)], axis=-2)
     angles = positions[..., None] * frequencies(config)
     return attention_factor(config) * jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-2)
 
 
-def rotate(x: jax.Array, table: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, table: jax.Array, neighbours: bool = False) -> jax.Array:
     """Rotates the first n elements of each head; the others are unchanged.
 
     Args:
       x: [b, s, ..., d] queries or keys.
       table: [b, s, 2, n / 2] or [1, s, 2, n / 2], see `rotary_table`.
+      neighbours: pairs are elements 2i and 2i + 1, as in GPT-J; else i and i + n/2.
 
     Returns:
       The same shape and type; computed in fp32.
     """
     half = table.shape[-1]
+    if neighbours:
+        first = x[..., : 2 * half].reshape(*x.shape[:-1], half, 2).swapaxes(-1, -2).reshape(*x.shape[:-1], 2 * half)
+        turned = rotate(first, table).reshape(*x.shape[:-1], 2, half).swapaxes(-1, -2).reshape(first.shape)
+        return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
     table = table.reshape(*table.shape[:2], *[1] * (x.ndim - 3), 2, 1, half)
     cosine, sine = table[..., 0, :, :], table[..., 1, :, :]
     pairs = x[..., : 2 * half].astype(jnp.float32).reshape(*x.shape[:-1], 2, half)

@@ -5,6 +5,7 @@ import dataclasses
 from megajax.config import ModelConfig
 from megajax.config.experts import expert_tokens
 from megajax.config.layer_kinds import DENSE, SPARSE
+from megajax.config.layer_pattern import variant_numbers, variants
 from megajax.config.lora import ROW, TARGETS, adapter_sizes, lora_targets
 from megajax.models.costs import Attention, Elementwise, Experts, KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
@@ -18,7 +19,7 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         kinds = {kind: transformer_costs(config.of_kind(kind)) for kind in (DENSE, SPARSE)}
         counted = tuple((config.layer_kinds.count(kind), costs) for kind, costs in kinds.items())
         return dataclasses.replace(kinds[SPARSE], kinds=counted)
-    hidden, bias, size = config.hidden, int(config.biases), config.head_dimension
+    hidden, size = config.hidden, config.head_dimension
     heads, groups, qkv_bias = config.heads * size, config.key_value_heads * size, int(config.has_qkv_biases)
     query_key_value = heads + 2 * groups
     norm = hidden * (2 if config.norm == "layernorm" and config.biases else 1)
@@ -40,17 +41,21 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             config.key_value_heads,
             size,
             dropout=config.dropout,
-            window=config.attention_window,
+            windows=_windows(config),
             causal=config.causal,
+            # a softcap's derivative needs the scores
+            scores_recomputed=(*["none"] * (config.attention_softcap is not None), "selective", "full"),
+            unfused=config.unfused_attention,
         ),
         block=Parameters(
             split=(hidden + qkv_bias) * query_key_value
             + hidden * heads
             + mlp.parameters.split
             + adapters.split
-            + over_heads * config.query_key_norm_parameters,
-            whole=hidden * bias
-            + 2 * norm
+            + over_heads * config.query_key_norm_parameters
+            + config.heads * int(config.attention_sinks),
+            whole=hidden * int(config.has_output_biases)
+            + config.block_norms * norm
             + mlp.parameters.whole
             + adapters.whole
             + (not over_heads) * config.query_key_norm_parameters,
@@ -69,7 +74,7 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             KeptValue("activation", 2 * mlp.inner, split="tensor", modes=("full",), itemsize=4),
         ),
         elementwise=Elementwise(
-            residual_passes=2 * 2 + 2 * 3,  # two norms (read, write), two additions (read two, write)
+            residual_passes=2 * config.block_norms + 2 * 3,  # norms (read, write), two additions (read two, write)
             masks=2,
             # the activation function; queries, keys and values (read, write); and the norm of queries and keys
             inner=mlp.up + mlp.inner + 2 * query_key_value + 2 * (heads + groups) * int(config.query_key_norm),
@@ -77,6 +82,15 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         ),
         experts=mlp.experts,
     )
+
+
+def _norms_results(config: ModelConfig) -> bool:
+    return config.norm_placement in ("post", "both")
+
+
+def _windows(config: ModelConfig) -> tuple[int | None, ...]:
+    each = config.attention_windows
+    return each if len(each) == 1 else tuple(variants(config)[n].attention_window for n in variant_numbers(config))
 
 
 def _adapter_matmuls(config: ModelConfig) -> tuple[Matmul, ...]:
@@ -131,25 +145,26 @@ def _mlp_costs(config: ModelConfig) -> _MlpCosts:
     rows = config.experts_per_token if config.experts else 0
     dense = config.shared_feedforward if config.experts else config.feedforward_size
     routed = rows * config.feedforward_size
-    matmuls = []
+    matmuls, recomputed = [], ("full",) if _norms_results(config) else ()  # the norm of a result needs it
     split = whole = 0
     if dense:
         matmuls += [
             Matmul("mlp_in", hidden, into * dense, "column", ("full",)),
-            Matmul("mlp_out", dense, hidden, "row"),
+            Matmul("mlp_out", dense, hidden, "row", recomputed),
         ]
         split, whole = (hidden + bias) * into * dense + dense * hidden, bias * hidden
     if rows:
         matmuls += [
             Matmul("router", hidden, config.experts, None, ("full",)),
             Matmul("experts_in", hidden, into * routed, "column", ("full",)),
-            Matmul("experts_out", routed, hidden, "row"),
+            Matmul("experts_out", routed, hidden, "row", recomputed),
         ]
-        split += config.experts * (into + 1) * hidden * config.feedforward_size
-        whole += hidden * config.experts
+        own, tokens = config.experts * (into + 1) * hidden * config.feedforward_size, config.sequence_length
+        own += config.experts * int(config.expert_biases) * (into * config.feedforward_size + hidden)
+        split += own
+        whole += (hidden + int(config.expert_biases)) * config.experts + hidden * int(config.shared_gate)
     experts = None
     if rows:
-        own, tokens = config.experts * (into + 1) * hidden * config.feedforward_size, config.sequence_length
         experts = Experts(config.experts, rows, own, expert_tokens(config, tokens) / tokens)
     return _MlpCosts(
         matmuls=tuple(matmuls),
@@ -173,15 +188,19 @@ def _kept_by_transformer(config: ModelConfig, query_key_value: int, mlp: _MlpCos
 
     hidden, heads = config.hidden, config.heads
     changed = config.positions == "rotary" or config.query_key_norm  # queries and keys, before attention
+    placement, outputs = config.norm_placement, ("attention_output", "feedforward_output")
     values = [
         KeptValue("input", hidden),
-        *([] if config.post_norm else [value("attention_input", hidden)]),  # else the block's input
+        *(
+            [] if config.post_norm or placement == "post" else [value("attention_input", hidden)]
+        ),  # else the block's input
+        *([value(name, hidden) for name in outputs] if _norms_results(config) else []),
         value("qkv", query_key_value, "tensor", transposed_from=2 if changed else None),
         value("probabilities", 0, "tensor", per_token_pair=heads, fused=False, transposed_from=1),
         value("context", heads * config.head_dimension, "tensor"),
         value("attention_statistics", heads, "tensor", itemsize=4, fused=True),
-        value("residual", hidden),
-        value("feedforward_input", hidden),
+        *([] if placement == "parallel" else [value("residual", hidden)]),
+        *([value("feedforward_input", hidden)] if placement in ("pre", "both") else []),
         *(
             [value("up", mlp.dense_up, "tensor"), value("activation", mlp.dense_inner, "tensor")]
             if mlp.has_dense

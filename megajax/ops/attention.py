@@ -30,7 +30,10 @@ __all__ = [
     "INTERPRETED",
     "XLA",
     "Kernel",
+    "Scoring",
     "plain_attention",
+    "softcapped",
+    "softmax_with_sinks",
     "cudnn_kernel",
     "document_starts",
     "fused_attention",
@@ -44,13 +47,47 @@ SCORES = ("batch", "groups", None, None, None)  # logical axes of [b, g, n, s, t
 NAMES = ("context", "attention_statistics")  # saved by the forward, as megajax.models.remat names them
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+class Scoring(NamedTuple):
+    """What attention does to its scores besides hiding some; fused kernels do nothing of it.
+
+    Attributes:
+      drop: dropout on the probabilities.
+      softcap: their bound, see `softcapped`; None: they have none.
+      sinks: one more score of each head, [g, n], see `softmax_with_sinks`; None: there is none.
+    """
+
+    drop: Callable[[jax.Array], jax.Array] = identity
+    softcap: float | None = None
+    sinks: jax.Array | None = None
+
+    def capped(self, scores: jax.Array) -> jax.Array:
+        """The scores within their bound."""
+        return scores if self.softcap is None else softcapped(scores, self.softcap)
+
+
+def softcapped(x: jax.Array, cap: float) -> jax.Array:
+    """cap tanh(x / cap), computed in fp32, in x's type (2408.00118 section 2)."""
+    return (cap * jnp.tanh(x.astype(jnp.float32) / cap)).astype(x.dtype)
+
+
+def softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Softmax over the last axis; with sinks [g, n] as if each head of [b, g, n, s, t] had one more score, of no key."""
+    if sinks is None:
+        return jax.nn.softmax(scores)
+    sinks = sinks.astype(scores.dtype)[..., None, None]
+    largest = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sinks))
+    shares = jnp.exp(scores - largest)
+    return shares / (shares.sum(-1, keepdims=True) + jnp.exp(sinks - largest))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(4,))
 def masked_softmax(
     scores: jax.Array,
     document: jax.Array | None = None,
     padding: jax.Array | None = None,
-    window: int | None = None,
+    window: jax.Array | int | None = None,
     causal: bool = True,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax over the keys that each query sees: [..., s queries, s keys], in fp32, returned in the scores' type.
 
@@ -68,25 +105,30 @@ def masked_softmax(
         seen = seen & own.reshape(len(own), *[1] * (scores.ndim - 3), *own.shape[1:])
     if padding is not None:
         seen = seen & (key < scores.shape[-1] - padding.reshape(-1, *[1] * (scores.ndim - 1)))
-    return jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), HIDDEN_SCORE)).astype(scores.dtype)
+    scores_ = jnp.where(seen, scores.astype(jnp.float32), HIDDEN_SCORE)
+    return softmax_with_sinks(scores_, sinks).astype(scores.dtype)
 
 
 @masked_softmax.defjvp
-def _masked_softmax_jvp(window, causal, primals, tangents):
-    """The tangent is p (ds - sum p ds); p is 0 where a key is hidden."""
-    probabilities = checkpoint_name(masked_softmax(*primals, window, causal), "probabilities")
+def _masked_softmax_jvp(causal, primals, tangents):
+    """The tangent is p (ds - sum p ds); p is 0 where a key is hidden. A sink has what the others leave of 1."""
+    *others, sinks = primals
+    probabilities = checkpoint_name(masked_softmax(*others, causal, sinks), "probabilities")
     p, tangent = probabilities.astype(jnp.float32), tangents[0].astype(jnp.float32)
-    return probabilities, (p * (tangent - (p * tangent).sum(-1, keepdims=True))).astype(probabilities.dtype)
+    mean = (p * tangent).sum(-1, keepdims=True)
+    if sinks is not None:
+        mean = mean + (1 - p.sum(-1, keepdims=True)) * tangents[-1].astype(jnp.float32)[..., None, None]
+    return probabilities, (p * (tangent - mean)).astype(probabilities.dtype)
 
 
 def plain_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    drop: Callable[[jax.Array], jax.Array],
+    scoring: Scoring,
     constrain: Constrain = identity,
     document: jax.Array | None = None,
-    window: int | None = None,
+    window: jax.Array | int | None = None,
     causal: bool = True,
     padding: jax.Array | None = None,
 ) -> jax.Array:
@@ -96,10 +138,10 @@ def plain_attention(
       query: [b, s, g, a/g, d], all queries of a group attend to the group's one key and value.
       key: [b, s, g, d].
       value: [b, s, g, d].
-      drop: dropout on the probabilities.
+      scoring: what is done to scores and probabilities.
       constrain: (x, *logical axes) -> x, a sharding constraint.
       document: number of each token's document, [b, s], if tokens attend to their own document only.
-      window: latest tokens that a token attends to, itself included (2310.06825); None: all before it.
+      window: latest tokens that a token attends to, itself included (2310.06825), a scalar; None: all before it.
       causal: whether keys after their query are hidden.
       padding: number of tokens at the end of each sample that nothing attends to, [b]; None: 0.
 
@@ -108,8 +150,8 @@ def plain_attention(
     """
     query = query * query.shape[-1] ** -0.5  # before the product: a sum of d terms could overflow fp16
     scores = constrain(jnp.einsum("bsgnd,btgd->bgnst", query, key), *SCORES)
-    probabilities = masked_softmax(scores, document, padding, window, causal)
-    return jnp.einsum("bgnst,btgd->bsgnd", drop(probabilities), value)
+    probabilities = masked_softmax(scoring.capped(scores), document, padding, window, causal, scoring.sinks)
+    return jnp.einsum("bgnst,btgd->bsgnd", scoring.drop(probabilities), value)
 
 
 class Kernel(NamedTuple):

@@ -11,11 +11,12 @@ With "auto", the first that the GPU, the model and the mask allow:
 | others from Ampere on (8.x, 12.x) | cudnn | tokamax | tokamax has no backward there, megajax's has seven matmuls to |
 | | | | cuDNN's five; tokamax's forward takes 0.94 to 0.98 of cuDNN's time (its own, on an A100) |
 
-A sliding window is cuDNN's on all of them, and masks of documents and of padding are tokamax's.
+A sliding window of all layers is cuDNN's on all of them; masks of documents and of padding, and windows that differ between
+layers, are tokamax's. Soft caps and sinks are XLA's.
 """
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,7 +24,7 @@ from megajax.config import ConfigError
 from megajax.ops.tokamax_kernels import generation
 from megajax.runtime.compat import cudnn_version, tokamax_installed
 
-__all__ = ["AS_REQUESTED", "FUSED", "Choice", "choose_attention", "cudnn_installed"]
+__all__ = ["AS_REQUESTED", "FUSED", "Choice", "choose_attention", "cudnn_installed", "mask_of"]
 
 FUSED = ("cudnn", "tokamax")  # the values of --attention with a fused kernel
 AS_REQUESTED = "as requested"  # the reason of an implementation that `--attention` names
@@ -70,8 +71,7 @@ def choose_attention(
       device: one of the mesh's; it may belong to a topology that is only compiled for.
       installed: of FUSED, those whose library is installed; None: found out here.
       window: the model's sliding window, if it has one.
-      mask: what hides keys besides: "documents" if tokens attend to their own document only, "padding" at the end of
-        samples; None: nothing.
+      mask: what else there is to the scores, see `mask_of`.
       context: ranks that share a sample.
 
     Raises:
@@ -80,9 +80,12 @@ def choose_attention(
     if requested == "xla":
         return Choice("xla", AS_REQUESTED, window)
     neither = _kernel_problem(head_size, dropout, precision, device)
+    unfused = mask is not None and mask.startswith("attention_")
+    if unfused and (neither is None or device.platform != "gpu"):
+        neither = f"fused kernels have no {mask}, which this model has"
     of_cudnn = neither or _cudnn_problem(head_size, device, installed) or _mask_problem(mask, window, context)
     of_tokamax = neither or _tokamax_problem(installed)
-    if requested == "tokamax" and device.platform != "gpu" and dropout == 0:
+    if requested == "tokamax" and device.platform != "gpu" and dropout == 0 and not unfused:
         return Choice("tokamax", f"as requested; in Pallas's interpreter: {neither}", window, interpreted=True)
     if requested in FUSED:
         if problem := of_cudnn if requested == "cudnn" else of_tokamax:
@@ -95,6 +98,24 @@ def choose_attention(
     if of_tokamax is None:
         return Choice("tokamax", of_cudnn, window)
     return Choice("xla", of_tokamax if of_tokamax == of_cudnn else f"{of_cudnn}, and {of_tokamax}", window)
+
+
+def mask_of(documents: bool, attention: Any) -> str | None:
+    """What attention does to scores besides a causal mask and a window of all layers.
+
+    Args:
+      documents: whether tokens attend to their own document only.
+      attention: a model's, with `unfused`, `causal` and `differ` (`FusableAttention`, `costs.Attention`).
+
+    Returns:
+      A field that no fused kernel has, "attention_softcap" or "attention_sinks"; "documents"; "padding" at the end of
+      samples; "windows" that differ between layers; None: nothing.
+    """
+    if attention.unfused:
+        return attention.unfused
+    if documents:
+        return "documents"
+    return "padding" if not attention.causal else "windows" if attention.differ else None
 
 
 def _kernel_problem(head_size, dropout, precision, device) -> str | None:
@@ -134,6 +155,8 @@ def _mask_problem(mask, window, context) -> str | None:
         return "cuDNN's kernel has no document mask, which --reset-attention-mask needs"
     if mask == "padding":
         return "cuDNN's kernel is not used with a padding mask, which samples of this model need"
+    if mask == "windows":
+        return "cuDNN's kernel is not used where layers have different sliding windows"
     if window is not None and context > 1:
         return f"cuDNN's kernel has no sliding window between the pieces of context = {context} ranks"
     return None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from megajax.ops.attention import SCORES
+from megajax.ops.attention import SCORES, Scoring, softmax_with_sinks
 from megajax.ops.flash_attention import HIDDEN_SCORE
 from megajax.ops.linear import Constrain, identity
 
@@ -58,7 +58,8 @@ def cached_attention(
     positions: jax.Array,
     cache: Cache,
     constrain: Constrain = identity,
-    window: int | None = None,
+    window: jax.Array | int | None = None,
+    scoring: Scoring | None = None,
 ) -> jax.Array:
     """softmax(query key^T / sqrt(d)) value over the cached keys and the new ones, up to each query's position.
 
@@ -72,6 +73,7 @@ def cached_attention(
       cache: "key" and "value" [b, g, t, d].
       constrain: (x, *logical axes) -> x, a sharding constraint.
       window: latest tokens that a token attends to, itself included; None: all before it.
+      scoring: as of `plain_attention`.
 
     Returns:
       [b, n, g, r, d].
@@ -80,11 +82,14 @@ def cached_attention(
     before = jnp.einsum("bngrd,bgtd->bgrnt", query, cache.arrays["key"])
     among = jnp.einsum("bngrd,bmgd->bgrnm", query, key)
     scores = constrain(jnp.concatenate([before, among], axis=-1), *SCORES).astype(jnp.float32)
+    scoring = scoring or Scoring()
+    scores = scoring.capped(scores)
     of_keys = jnp.concatenate([cache.positions, positions], axis=-1)[:, None, :]
     seen = (of_keys != PADDING_POSITION) & (of_keys <= positions[:, :, None])
     if window is not None:
         seen = seen & (of_keys > positions[:, :, None] - window)
-    probabilities = jax.nn.softmax(jnp.where(seen[:, None, None], scores, HIDDEN_SCORE)).astype(value.dtype)
+    scores = jnp.where(seen[:, None, None], scores, HIDDEN_SCORE)
+    probabilities = softmax_with_sinks(scores, scoring.sinks).astype(value.dtype)
     slots = cache.positions.shape[1]
     return jnp.einsum("bgrnt,bgtd->bngrd", probabilities[..., :slots], cache.arrays["value"]) + jnp.einsum(
         "bgrnm,bmgd->bngrd", probabilities[..., slots:], value

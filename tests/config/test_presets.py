@@ -9,6 +9,9 @@ from megajax.config import PRESETS, ConfigError, ModelConfig, ParallelConfig, Ru
 from megajax.config.cli import parse
 from megajax.config.presets import BERTS
 from megajax.config.released import RELEASED
+from megajax.config.released_others import RELEASED_OTHERS
+
+EVERY = RELEASED | RELEASED_OTHERS
 
 
 def itemised_parameters(model: ModelConfig) -> int:
@@ -26,7 +29,7 @@ def itemised_parameters(model: ModelConfig) -> int:
     return model.layers * sum(block.values()) + tables + 2 * hidden
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in {"moe-tiny", *RELEASED, *BERTS}])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in {"moe-tiny", *EVERY, *BERTS}])
 def test_parameters_of_a_gpt_are_the_sum_of_its_arrays(name):
     assert preset(name).parameters == itemised_parameters(preset(name))
 
@@ -67,6 +70,26 @@ def test_parameters_of_a_gpt_are_the_sum_of_its_arrays(name):
         ("smollm2-135m", 134_515_008),
         ("smollm2-360m", 361_821_120),
         ("smollm2-1.7b", 1_711_376_384),
+        ("gemma-2b", 2_506_172_416),
+        ("gemma-7b", 8_537_680_896),
+        ("gemma2-2b", 2_614_341_888),
+        ("gemma2-9b", 9_241_705_984),
+        ("gemma3-1b", 999_885_952),
+        ("olmo2-7b", 7_298_617_344),
+        ("olmo3-7b", 7_298_011_136),
+        ("phi3-mini", 3_821_079_552),
+        ("smollm3-3b", 3_075_098_624),
+        ("glm4-9b", 9_400_279_040),
+        ("granite3-2b", 2_533_531_648),
+        ("command-r7b", 8_028_033_024),
+        ("starcoder2-3b", 3_030_371_328),
+        ("ministral-8b", 8_019_808_256),
+        ("mistral-nemo-12b", 12_247_782_400),
+        ("mistral-small-24b", 23_572_403_200),
+        ("qwen1.5-moe-a2.7b", 14_315_784_192),
+        ("qwen2-57b-a14b", 57_408_658_944),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
     ],
 )
 def test_parameters_of_released_models(name, count):
@@ -98,7 +121,8 @@ def test_the_other_released_models_are_dense():
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in PRESETS if name not in RELEASED and re.search(r"-[\d.]+[mb](-2019)?$", name)]
+    "name",
+    [name for name in PRESETS if name not in EVERY and re.search(r"-[\d.]+[mb](-2019)?$", name)],
 )
 def test_published_names_tell_the_size(name):
     number, unit = re.search(r"-([\d.]+)([mb])", name).groups()
@@ -274,7 +298,7 @@ def test_bert_has_the_first_papers_recipe(model, experiment):
 
 
 def test_the_recipe_of_every_preset_is_checked_here():
-    checked = {*GPT3, *TABLE_1, *MEGATRON_2019, *RELEASED, "gpt3-530b", "gpt3-1t", "tiny", "moe-tiny", *BERTS}
+    checked = {*GPT3, *TABLE_1, *MEGATRON_2019, *EVERY, "gpt3-530b", "gpt3-1t", "tiny", "moe-tiny", *BERTS}
     assert checked == set(PRESETS)
     toy = recipe_of("tiny").train
     assert (toy.steps, toy.global_batch_size, toy.learning_rate) == (500, 16, 4e-3)

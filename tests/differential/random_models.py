@@ -144,17 +144,14 @@ def may_be_refused(model: dict[str, Any]) -> bool:
     """Whether it has something that megajax refuses by name."""
     keys, changes, family = model["keys"], model["changes"], model["family"]
     rope = keys.get("rope_parameters", {})
-    mixed = keys.get("use_sliding_window") and 0 < keys.get("max_window_layers", 0) < keys["num_hidden_layers"]
     activation = keys.get("hidden_act", keys.get("activation_function"))
     return bool(
         rope.get("rope_type") in DYNAMIC
-        or rope.get("truncate") is False
         or activation == "relu"
         or (activation == "gelu" and family != "gpt2")
         or keys.get("scale_attn_by_inverse_layer_idx")
         or keys.get("attention_bias", False) != (keys.get("mlp_bias", False) if family == "llama" else False)
         or keys.get("clip_qkv")
-        or mixed
         or changes["no_head"]
         or changes["scaling_beside"]
         or (

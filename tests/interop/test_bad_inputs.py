@@ -73,8 +73,8 @@ IMPORTS = {  # (family, what is wrong, words of the message)
     ),
     "setting of a scaling": (
         "llama",
-        lambda d: change_config(d, rope_parameters={"rope_type": "yarn", "factor": 2.0, "truncate": False}),
-        "rope_parameters: truncate = False is not supported",
+        lambda d: change_config(d, rope_parameters={"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}),
+        "rope_parameters: partial_rotary_factor = 0.5 is not supported",
     ),
     "quantized": (
         "mistral",
@@ -82,10 +82,8 @@ IMPORTS = {  # (family, what is wrong, words of the message)
         "quantised by 'gptq' are not read, only fp8 and mxfp4: dequantise it with GPTQModel",
     ),
     "windows in some layers": (
-        "qwen3",
-        lambda d: change_config(
-            d, use_sliding_window=True, sliding_window=4, layer_types=["full_attention"] * 2 + ["sliding_attention"] * 2
-        ),
+        "mistral",
+        lambda d: change_config(d, layer_types=["full_attention"] * 2 + ["sliding_attention"] * 2),
         "layer_types = .* is not supported",
     ),
     "scaled by the layer": (

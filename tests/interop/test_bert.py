@@ -20,7 +20,7 @@ from megajax.data.text import load_documents
 from megajax.data.tokenizers import load_tokenizer
 from megajax.interop.hugging_face.config import family_of_model, read_config
 from megajax.interop.hugging_face.read_model import initial_params
-from megajax.interop.hugging_face.tensors import TABLES
+from megajax.interop.hugging_face.tables import TABLES
 from megajax.interop.hugging_face.weights import Weights
 from megajax.interop.safetensors import open_tensors
 from megajax.ops.ring_attention import zigzag

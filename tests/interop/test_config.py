@@ -228,7 +228,8 @@ def test_a_released_config_is_the_preset(name, tmp_path):
     ("fields", "words"),
     [
         ({"norm": "layernorm"}, "norm = layernorm"),
-        ({"rotary_fraction": 0.5}, "rotary_fraction = 0.5"),
+        ({"attention_sinks": True}, "attention_sinks = True"),
+        ({"rotary_fraction": 0.5, "rotary_scaling": "linear", "rotary_factor": 2.0}, "rotary_fraction = 0.5"),
         ({"activation": "gelu"}, "activation = gelu"),
         ({"query_key_norm": True, "qkv_biases": True}, "query_key_norm = True"),
         ({"query_key_norm": True, "query_key_norm_over": "projection"}, "query_key_norm_over = projection"),
@@ -265,6 +266,7 @@ def test_a_sparse_model_of_no_family_names_the_field(name, fields, words):
         ("qwen3-30b-a3b", {"router_softmax": "after", "router_normalize": False}, "qwen3_moe"),
         ("qwen3-30b-a3b", {"sliding_window": 4096}, "qwen3_moe"),
         ("olmoe-1b-7b", {"router_normalize": True, "kv_heads": 4}, "olmoe"),
+        ("llama3-8b", {"rotary_fraction": 0.5}, "phi3"),
         ("llama3-8b", {"experts_per_token": 4, "router_softmax": "after"}, "llama"),  # without experts they do nothing
     ],
 )

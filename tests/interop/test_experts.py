@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.interop.hugging_face import weights
-from megajax.interop.hugging_face.tensors import TABLES
+from megajax.interop.hugging_face.tables import TABLES
 from megajax.interop.hugging_face.weights import Weights, regions
 from megajax.interop.safetensors import Shards, open_tensors
 from megajax.train.sinks import read_steps

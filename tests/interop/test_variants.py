@@ -179,8 +179,8 @@ def test_mxfp4_is_that_of_transformers(tmp_path):
     tensor = packed(tmp_path)
     blocks, scales = (torch.from_numpy(one.rows(0, 3)) for one in (tensor.blocks, tensor.scales))
     wanted = mxfp4._convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).numpy()
-    np.testing.assert_array_equal(tensor.rows(0, 3).swapaxes(1, 2), wanted)
-    np.testing.assert_array_equal(tensor.rows(1, 2).swapaxes(1, 2), wanted[1:2])
+    np.testing.assert_array_equal(tensor.rows(0, 3), wanted)
+    np.testing.assert_array_equal(tensor.rows(1, 2), wanted[1:2])
 
 
 @pytest.mark.slow

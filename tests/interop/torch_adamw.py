@@ -7,8 +7,8 @@ def adamw(model, train: TrainConfig):
     """The optimizer of a torch model: biases and norms are not decayed. The learning rate is to be set before each step."""
     import torch
 
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
+    decayed = [p for name, p in model.named_parameters() if p.ndim > 1 and not name.endswith("bias")]
+    others = [p for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1.0, betas=(train.beta1, train.beta2), eps=train.epsilon)
 

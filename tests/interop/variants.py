@@ -194,6 +194,24 @@ CONFIGS = {
         None,
         {"sliding_window": 4},
     ),
+    "yarn without rounding": (
+        "llama",
+        {"rope_scaling": YARN | {"truncate": False}},
+        None,
+        {"rotary_scaling": "yarn", "rotary_truncate": False},
+    ),
+    "yarn with a null for rounding": (
+        "llama",
+        {"rope_scaling": YARN | {"truncate": None}},
+        None,
+        {"rotary_scaling": "yarn", "rotary_truncate": False},
+    ),
+    "some layers with a window": (
+        "qwen2",
+        {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2, "layer_types": REMOVED},
+        None,
+        {"layer_pattern": "global*2,local*2", "kind_fields": ("local.sliding_window=4",)},
+    ),
     "types of layers of Mistral": (
         "mistral",
         {"layer_types": ["full_attention"] * LAYERS},
@@ -358,8 +376,6 @@ REFUSED = {
         None,
         "partial_rotary_factor",
     ),
-    "yarn without rounding": ("llama", {"rope_scaling": YARN | {"truncate": False}}, None, "truncate = False"),
-    "yarn with a null for rounding": ("llama", {"rope_scaling": YARN | {"truncate": None}}, None, "truncate = None"),
     "no factor": ("llama", {"rope_scaling": {"type": "linear"}}, None, "transformers refuses it .*'factor'"),
     "a scaling for each type": (
         "qwen3",
@@ -382,12 +398,6 @@ REFUSED = {
     "types of layers without a window": (
         "mixtral",
         {"layer_types": ["sliding_attention"] * LAYERS},
-        None,
-        "layer_types = .* is not supported",
-    ),
-    "some layers with a window": (
-        "qwen2",
-        {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2, "layer_types": REMOVED},
         None,
         "layer_types = .* is not supported",
     ),
@@ -478,5 +488,4 @@ REFUSED = {
         lambda arrays: arrays.update({DECODER + "bias": 1 + arrays["cls.predictions.bias"]}),
         "cls.predictions.decoder.bias is not tied",
     ),
-    "gpt-oss": ("llama", {"model_type": "gpt_oss"}, None, "model_type = 'gpt_oss' has attention sinks, which"),
 }

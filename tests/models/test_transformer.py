@@ -174,6 +174,20 @@ def test_a_block_stashes_exactly_the_named_values(config, dropout, mode):
         assert not stash
 
 
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(norm_placement="post", query_key_norm=True, query_key_norm_over="projection"),
+        dict(norm_placement="both", norm_offset=True, attention_softcap=5.0, residual_multiplier=0.5),
+        dict(norm_placement="parallel", rotary_pairs="neighbours", attention_scale=0.3),
+        dict(attention_sinks=True, output_biases=True, layer_pattern="a,b", kind_fields=("a.sliding_window=4",)),
+    ],
+)
+def test_what_blocks_with_other_fields_stash(change, mode):
+    test_a_block_stashes_exactly_the_named_values(changed(LLAMA, **change), 0.0, mode)
+
+
 @pytest.mark.parametrize(("mode", "matmuls"), [("none", 12), ("selective", 13), ("full", 17)])
 def test_matmuls_of_the_backward(mode, matmuls):
     weights, x = one_block(GPT)

@@ -16,6 +16,7 @@ from megajax.estimate import hlo
 from megajax.ops.attention import (
     INTERPRETED,
     XLA,
+    Scoring,
     document_starts,
     fused_attention,
     plain_attention,
@@ -44,7 +45,7 @@ def test_equal_to_plain_attention_inside_the_executors_shard_map(groups, shared,
     query, gradient = draw(0, 4, 8, groups, shared, 8), draw(1, 4, 8, groups, shared, 8)
     key, value = draw(2, 4, 8, groups, 8), draw(3, 4, 8, groups, 8)
     wide = [np.float32(a) for a in (query, key, value, gradient)]
-    plain = lambda *arrays: plain_attention(*arrays, lambda p: p)  # noqa: E731
+    plain = lambda *arrays: plain_attention(*arrays, Scoring())  # noqa: E731
     want = both_ways(plain)(wide[3], *wide[:3])
 
     def step(*arrays):
@@ -88,7 +89,7 @@ def padded_results(kernel):
 
     def attend(padding, *arrays):
         if kernel is None:
-            return plain_attention(*arrays, lambda p: p, causal=False, padding=padding)
+            return plain_attention(*arrays, Scoring(), causal=False, padding=padding)
         return fused_attention(*arrays, kernel, None, padding, False)
 
     def step(padding, *arrays):
@@ -303,3 +304,16 @@ def test_compiled_for_h100s_a_window_is_cudnns():
     text, _ = gpu.compile_step(dataclasses.replace(LARGE, sliding_window=700), MICROBATCHES, attention="cudnn")
     assert hlo.read(text).kernels == {"__cudnn$fmhaSoftmax": RUNS, "__cudnn$fmhaSoftmaxBackward": RUNS}
     assert text.count('"sliding_window_length": 700') == text.count('custom_call_target="__cudnn$fmha')
+
+
+@pytest.mark.parametrize("mask", ["attention_sinks", "attention_softcap"])
+def test_caps_and_sinks_are_xlas(mask):
+    choice = choose_attention("auto", **FITS | {"mask": mask})
+    assert (choice.name, choice.reason) == ("xla", f"fused kernels have no {mask}, which this model has")
+    with pytest.raises(ConfigError, match=f"attention = tokamax, but fused kernels have no {mask}"):
+        choose_attention("tokamax", **FITS | {"mask": mask})
+
+
+def test_windows_that_differ_are_tokamaxs():
+    choice = choose_attention("auto", **FITS | {"mask": "windows"})
+    assert choice.name == "tokamax" and "different sliding windows" in choice.reason

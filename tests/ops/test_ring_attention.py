@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
 from megajax.estimate.hlo import collectives
-from megajax.ops.attention import INTERPRETED, XLA, document_starts, fused_attention, plain_attention
+from megajax.ops.attention import INTERPRETED, XLA, Scoring, document_starts, fused_attention, plain_attention
 from megajax.ops.ring_attention import ring_attention, split_batch, zigzag
 from tests.gradients import both_ways
 
@@ -27,7 +27,7 @@ def inputs(scale=1.0, dtype=np.float32):
 
 def plainly(query, key, value, gradient, **mask):
     """Output and gradients of attention on one device in fp32."""
-    plain = lambda *arrays: plain_attention(*arrays, lambda p: p, **mask)  # noqa: E731
+    plain = lambda *arrays: plain_attention(*arrays, Scoring(), **mask)  # noqa: E731
     return both_ways(plain)(*(np.float32(a) for a in (gradient, query, key, value)))
 
 

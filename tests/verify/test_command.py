@@ -12,8 +12,9 @@ import pytest
 from experiments import own_model
 from megajax.checkpoint.metadata import Progress
 from megajax.config import OutputConfig
-from megajax.models import transformer
+from megajax.models import dropout, transformer
 from megajax.models.gpt import GPT
+from megajax.models.mixers import attention
 from megajax.train.trainer import Trainer
 from megajax.verify import __main__ as command
 from megajax.verify import record_file
@@ -61,7 +62,7 @@ def test_a_transformer_with_dropout_is_equal_on_another_layout():
 
 
 def test_wrong_key_of_the_dropout_in_one_layer():
-    class WrongKey(transformer.Dropout):
+    class WrongKey(dropout.Dropout):
         def __init__(self, rate, context, microbatch, layer):
             super().__init__(rate, context, microbatch, jnp.where(layer == 2, 1, layer) if rate else layer)
 
@@ -84,11 +85,11 @@ def test_attention_mask_of_one_layer():
 
         def block(self, weights, x, microbatch, layer):
             right = super().block(weights, x, microbatch, layer)
-            with planted.patched(transformer, "plain_attention", lambda _: later):
+            with planted.patched(attention, "plain_attention", lambda _: later):
                 wrong = self.other.block(weights, x, microbatch, layer)
             return jnp.where(layer == 1, wrong, right)
 
-    original = transformer.plain_attention
+    original = attention.plain_attention
     verdict = compare(two_stages(WrongMask))
     assert (verdict.difference.step, verdict.difference.entry.key) == (1, "output/1")
     assert "layer 1 is on pipe rank 0" in verdict.details

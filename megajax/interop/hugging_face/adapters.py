@@ -135,7 +135,9 @@ def adapter_pieces(family: str, name: str, kinds: tuple[str, ...] | None) -> Pie
     """
     above, _, rest = name.partition(LORA)
     target, which = rest.split("/")
-    kernel = next((p for p in pieces_of(family, f"{above}/kernel", kinds) if p.part == TARGETS[target].part), None)
+    kernel = next(
+        (p for p in pieces_of(family, f"{above}/kernel", kinds) if p.part == TARGETS[target].part and not p.whole), None
+    )
     if kernel is None:
         raise ConfigError(
             f"{target} is no module of a {family}, so PEFT has no such adapter: export the merged weights, without --peft."

@@ -11,6 +11,7 @@ from typing import Any
 from megajax.config import BertConfig, ConfigError, ModelConfig, option
 from megajax.config.compare import stored_differences
 from megajax.config.layer_kinds import DENSE, MOST_LAYERS, pattern_of
+from megajax.config.layer_pattern import VARYING, layer_pattern_of, variant_numbers, variants, words_of
 from megajax.data.hugging_face import library
 from megajax.data.tokenizer_files import has_tokenizer
 from megajax.interop.hugging_face.expert_families import NAMES_OF_EXPERTS
@@ -27,7 +28,7 @@ __all__ = ["family_of_model", "merge_config", "read_config", "read_json", "token
 
 # What families have that megajax's blocks do not; the layers of two kinds of DeepSeek's are not the obstacle.
 LATENT = "multi-head latent attention"
-OBSTACLES = {"deepseek_v2": LATENT, "deepseek_v3": LATENT, "gpt_oss": "attention sinks"}
+OBSTACLES = {"deepseek_v2": LATENT, "deepseek_v3": LATENT}
 # Keys of an imported config.json that an export does not keep: what they say is in other keys, or no longer true.
 REPLACED = ("quantization_config", "rope_scaling", "rope_theta", "partial_rotary_factor")
 REPLACED += ("original_max_position_embeddings",)
@@ -140,7 +141,10 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[F
     families = [family for family in FAMILIES.values() if (family.config, family.has_experts) == wanted]
     for family in sorted(families, key=lambda family: family.name != preferred):
         keys = {"architectures": [family.architecture], "model_type": family.name} | family.write(model)
-        back = family.config(name=model.name, **family.read(Keys(keys, "config.json")))
+        try:
+            back = family.config(name=model.name, **family.read(Keys(keys, "config.json")))
+        except ConfigError:  # it has no such value
+            continue
         differing = stored_differences(dataclasses.asdict(_explicit(model)), _explicit(back), leave_out=FREE)
         if not differing:
             return family, keys
@@ -168,9 +172,10 @@ def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) 
         original = {}
     original = {key: value for key, value in original.items() if key not in REPLACED}
     keys, has_table = keys | {"dtype" if "dtype" in original else "torch_dtype": dtype}, "rope_parameters" not in keys
-    if "rope_parameters" in keys and not original.pop("rope_parameters", None):  # as transformers 4 writes it
+    rope = keys.get("rope_parameters", {})
+    if "rope_theta" in rope and not original.pop("rope_parameters", None):  # as transformers 4 writes it
         scaling = dict(keys.pop("rope_parameters"))
-        keys["rope_theta"] = scaling.pop("rope_theta")
+        keys |= {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
         keys["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
     usual, other = NAMES_OF_EXPERTS
     if usual in keys and usual not in original and other in original:
@@ -188,8 +193,22 @@ def _explicit(model: ModelConfig) -> ModelConfig:
     """
     usual = ModelConfig.__dataclass_fields__
     idle = {}
+    each, numbers = variants(model), variant_numbers(model)
+    if len(each) > 1:  # the kinds by number, with all that may differ
+        kinds = {f"kind{number}": _explicit(one) for number, one in enumerate(each)}
+        own = {kind: {name: getattr(one, name) for name in VARYING} for kind, one in kinds.items()}
+        pattern = {
+            "layer_pattern": layer_pattern_of([f"kind{number}" for number in numbers]),
+            "kind_fields": words_of(own),
+        }
+        return dataclasses.replace(kinds["kind0"], **pattern, **{name: usual[name].default for name in VARYING})
+    model = each[0]
     if model.positions != "rotary":
         idle = {name: field.default for name, field in usual.items() if name.startswith("rotary_")}
+    if model.rotary_scaling != "yarn":
+        idle["rotary_truncate"] = True
+    if model.activation != "clamped_swiglu":
+        idle["activation_limit"] = usual["activation_limit"].default
     used = SCALINGS.get(model.rotary_scaling, {})
     for name in {name for names in SCALINGS.values() for name in names} - set(used):
         idle[name] = usual[name].default
@@ -210,5 +229,7 @@ def _explicit(model: ModelConfig) -> ModelConfig:
         kv_heads=model.key_value_heads,
         feedforward=model.feedforward_size,
         qkv_biases=model.has_qkv_biases,
+        output_biases=model.has_output_biases,
+        attention_scale=model.attention_scale or model.head_dimension**-0.5,
         **idle,
     )

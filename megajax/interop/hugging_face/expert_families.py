@@ -1,4 +1,4 @@
-"""The families mixtral, qwen3_moe and olmoe of transformers: keys of config.json to fields of `ModelConfig`, and back.
+"""The families mixtral, qwen2_moe, qwen3_moe and olmoe of transformers: keys of config.json to `ModelConfig`, and back.
 
 The coefficient of transformers' auxiliary loss, router_aux_loss_coef, is neither read nor changed, because the loss is
 another one (docs/weights.md): it is of the tokens of all layers and of the whole batch together.
@@ -11,6 +11,7 @@ from megajax.config import ModelConfig
 from megajax.config.layer_kinds import DENSE, MOST_LAYERS, SPARSE, pattern_of
 from megajax.interop.hugging_face.keys import Family, Keys
 from megajax.interop.hugging_face.llama_families import read_llama, write_llama, write_window
+from megajax.interop.hugging_face.windows import read_windows, write_windows
 
 __all__ = ["NAMES_OF_EXPERTS", "SPARSE_FAMILIES"]
 
@@ -69,6 +70,24 @@ def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_qwen2(keys: Keys) -> dict[str, Any]:
+    fields = read_llama(keys, inner="moe_intermediate_size", mixed=True) | _read_experts(keys, "num_experts")
+    return fields | {
+        **_read_kinds(keys),
+        **read_windows(keys),
+        "qkv_biases": keys.get("qkv_bias", bool),
+        "shared_feedforward": keys.get("shared_expert_intermediate_size", int),
+        "shared_gate": True,
+        "router_normalize": keys.get("norm_topk_prob", bool),
+    }
+
+
+def _write_qwen2(model: ModelConfig) -> dict[str, Any]:
+    keys = _write_qwen3(model) | write_windows(model)
+    del keys["head_dim"]
+    return keys | {"qkv_bias": model.has_qkv_biases, "shared_expert_intermediate_size": model.shared_feedforward}
+
+
 def _read_kinds(keys: Keys) -> dict[str, Any]:
     """Which layers are dense (mlp_only_layers, and i where decoder_sparse_step does not divide i + 1), and their width."""
     step, layers = keys.get("decoder_sparse_step", int), keys.get("num_hidden_layers", int)
@@ -123,6 +142,7 @@ def _write_olmoe(model: ModelConfig) -> dict[str, Any]:
 
 SPARSE_FAMILIES = (
     Family("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, has_experts=True),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2, _write_qwen2, has_experts=True),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3, _write_qwen3, has_experts=True),
     Family("olmoe", "OlmoeForCausalLM", _read_olmoe, _write_olmoe, has_experts=True),
 )

@@ -46,6 +46,7 @@ from megajax.interop.hugging_face.config import family_of_model, merge_config, r
 from megajax.interop.hugging_face.tensors import (
     Piece,
     axis_sizes,
+    first_row,
     from_leaf,
     lead_axis,
     rows_of,
@@ -280,7 +281,7 @@ def _boxes(leaves: RunLeaves, shapes, pieces_of_leaves, sizes) -> Iterator[tuple
 def _write_box(shards: Shards, values, pieces: tuple[Piece, ...], box: tuple[slice, ...], sizes) -> None:
     for piece in pieces:
         first = stacked_axes(piece)
-        start = box[first + lead_axis(piece)].start * rows_of(piece, sizes)
+        start = first_row(piece, sizes) + box[first + lead_axis(piece)].start * rows_of(piece, sizes)
         for place, index in stacked_indices(box[:first]):
             rows = from_leaf(piece, values[place], sizes)
             if shards.dtype == np.float16 and np.abs(rows).max(initial=0) > np.finfo(np.float16).max:

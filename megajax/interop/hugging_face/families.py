@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from megajax.config import BertConfig, ModelConfig
+from megajax.interop.hugging_face.described_families import DESCRIBED_FAMILIES
 from megajax.interop.hugging_face.expert_families import SPARSE_FAMILIES
 from megajax.interop.hugging_face.keys import PLAIN, Family, Keys, read_fields, write_fields
 from megajax.interop.hugging_face.llama_families import LLAMA_FAMILIES
@@ -121,6 +122,7 @@ FAMILIES = {
         Family("gpt2", "GPT2LMHeadModel", _read_gpt2, _write_gpt2),
         *LLAMA_FAMILIES,
         *SPARSE_FAMILIES,
+        *DESCRIBED_FAMILIES,
         _bert("bert", "Bert", post_norm=True),
         _bert("megatron-bert", "MegatronBert", post_norm=False),
     )

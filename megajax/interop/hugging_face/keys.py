@@ -56,6 +56,12 @@ class Keys:
             raise ConfigError(f"{self.path}: {key} = {shown(value)} must be a {kind.__name__}; correct the file")
         return kind(value)
 
+    def positive(self, key: str) -> float:
+        """A number above 0."""
+        if self.get(key, float) <= 0:
+            self.refuse(key)
+        return self.get(key, float)
+
     def require(self, key: str, *legal: Any) -> None:
         """Raises ConfigError if a key is there and has another value than these."""
         if self.values.get(key, MISSING) not in (MISSING, None, *legal):
@@ -82,8 +88,12 @@ class Keys:
 
 
 # Types of fields that are not int, and properties with the values of fields that may be None.
-KINDS = {"init_deviation": float, "norm_epsilon": float, "tied_embeddings": bool}
-COMPUTED = {"feedforward": "feedforward_size", "kv_heads": "key_value_heads"}
+KINDS: dict[str, type] = dict.fromkeys(("tied_embeddings", "qkv_biases", "output_biases"), bool)
+KINDS |= dict.fromkeys(("init_deviation", "norm_epsilon", "attention_scale", "attention_softcap"), float)
+KINDS |= dict.fromkeys(("logit_softcap", "logit_multiplier", "embedding_multiplier", "residual_multiplier"), float)
+KINDS |= {"activation_limit": float}
+COMPUTED = {"feedforward": "feedforward_size", "kv_heads": "key_value_heads", "qkv_biases": "has_qkv_biases"}
+COMPUTED |= {"output_biases": "has_output_biases"}
 
 
 def read_fields(keys: Keys, names: Mapping[str, str]) -> dict[str, Any]:

@@ -5,9 +5,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.config import ModelConfig
+from megajax.config.layer_pattern import variants
 from megajax.interop.hugging_face.keys import GATED, Family, Keys, read_fields, write_fields
+from megajax.interop.hugging_face.windows import read_windows, write_windows
 
-__all__ = ["LLAMA_FAMILIES", "SCALINGS", "read_llama", "read_window", "write_llama", "write_window"]
+__all__ = [
+    "LLAMA_FAMILIES",
+    "NAMES",
+    "SCALINGS",
+    "read_llama",
+    "read_rotary",
+    "read_window",
+    "write_llama",
+    "write_rotary",
+    "write_window",
+]
 
 NAMES = {
     "layers": "num_hidden_layers",
@@ -40,17 +52,24 @@ SCALINGS = {
 }
 
 
-def read_llama(keys: Keys, inner: str = "intermediate_size", has_windows: bool = True) -> dict[str, Any]:
+def read_llama(
+    keys: Keys, inner: str = "intermediate_size", has_windows: bool = True, mixed: bool = False
+) -> dict[str, Any]:
     """The fields that these families and those with experts have in common.
 
     Args:
       keys: of config.json.
       inner: the key of the MLP's inner width.
       has_windows: whether the family's models read sliding_window.
+      mixed: whether the caller reads layer_types.
     """
     keys.idle("attention_dropout")
     others = set(map(str, keys.get("layer_types", list, None) or [])) - {"full_attention"}
-    if others and (others != {"sliding_attention"} or not has_windows or keys.values.get("sliding_window") is None):
+    if (
+        not mixed
+        and others
+        and (others != {"sliding_attention"} or not has_windows or keys.values.get("sliding_window") is None)
+    ):
         keys.refuse("layer_types")  # transformers' cache has them, and its models not, or it fails
     activation = keys.get("hidden_act", str)
     if activation not in GATED:
@@ -59,7 +78,10 @@ def read_llama(keys: Keys, inner: str = "intermediate_size", has_windows: bool =
     if head_size and head_size * fields["heads"] == fields["hidden"]:
         head_size = None
     fields |= {"norm": "rmsnorm", "activation": GATED[activation], "positions": "rotary", "biases": False}
-    return fields | {"head_size": head_size} | _read_rotary(keys)
+    rope = Keys(keys.get("rope_parameters", dict), f"{keys.path}: rope_parameters")
+    if "rope_type" not in rope.values:  # but a dictionary for each type of layers
+        keys.refuse("rope_parameters")
+    return fields | {"head_size": head_size} | read_rotary(keys, rope)
 
 
 def write_llama(model: ModelConfig) -> dict[str, Any]:
@@ -67,24 +89,27 @@ def write_llama(model: ModelConfig) -> dict[str, Any]:
     keys = write_fields(model, NAMES) | {"hidden_act": "gelu_pytorch_tanh" if model.activation == "geglu" else "silu"}
     if model.head_size not in (None, model.hidden / model.heads):
         keys["head_dim"] = model.head_size
-    return keys | _write_rotary(model)
+    return keys | {"rope_parameters": write_rotary(model)}
 
 
-def _read_rotary(keys: Keys) -> dict[str, Any]:
+def read_rotary(keys: Keys, rope: Keys, partial: bool = False) -> dict[str, Any]:
     """What the models compute with (transformers' modeling_rope_utils.py): other keys have no effect there.
 
-    The default kind does not read partial_rotary_factor in these families.
+    Args:
+      keys: of config.json.
+      rope: those of rope_parameters, or of one type of layers there.
+      partial: whether the default kind reads partial_rotary_factor; it does not in most families.
     """
-    rope = Keys(keys.get("rope_parameters", dict), f"{keys.path}: rope_parameters")
-    if "rope_type" not in rope.values:  # but a dictionary for each type of layers
-        keys.refuse("rope_parameters")
     kind = rope.get("rope_type", str)
     fields: dict[str, Any] = {"rotary_base": rope.get("rope_theta", float)}
+    if partial:
+        fields["rotary_fraction"] = rope.get("partial_rotary_factor", float, 1.0)
     if kind == "default":
         return fields
     if kind not in SCALINGS:
         rope.refuse("rope_type")
-    rope.require("partial_rotary_factor", 1.0)
+    if not partial:
+        rope.require("partial_rotary_factor", 1.0)
     for field, key in SCALINGS[kind].items():
         value = rope.get(key, int if field == "rotary_original_length" else float, None)
         if value or (value == 0 and not key.startswith("beta_")):  # 0 is the default of these two
@@ -96,26 +121,28 @@ def _read_rotary(keys: Keys) -> dict[str, Any]:
 
 def _yarn(keys: Keys, rope: Keys, given: Mapping[str, Any]) -> dict[str, float]:
     """Factors that transformers computes from other keys."""
-    if not rope.values.get("truncate", True):
-        rope.refuse("truncate")
     factor = given.get("rotary_factor")
     if factor is None:
         factor = keys.get("max_position_embeddings", int) / max(1, given["rotary_original_length"])
     scales = [rope.get(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
-    found = {"rotary_factor": factor}
+    rope.require("truncate", True, False)
+    found = {"rotary_factor": factor, "rotary_truncate": bool(rope.values.get("truncate", True))}  # null: off
     if "rotary_attention_factor" not in given and all(scales):
         above, below = (0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0 for scale in scales)
         found["rotary_attention_factor"] = above / below
     return found
 
 
-def _write_rotary(model: ModelConfig) -> dict[str, Any]:
+def write_rotary(model: ModelConfig, partial: bool = False) -> dict[str, Any]:
+    """rope_parameters; `partial`: as of `read_rotary`."""
     rope = {"rope_type": "default" if model.rotary_scaling == "none" else model.rotary_scaling}
     written = {key: getattr(model, field) for field, key in SCALINGS.get(model.rotary_scaling, {}).items()}
     rope |= {"rope_theta": model.rotary_base} | {key: value for key, value in written.items() if value is not None}
     if model.rotary_scaling in ("llama3", "yarn"):
         rope.setdefault("original_max_position_embeddings", model.sequence_length)
-    return {"rope_parameters": rope}
+    if not model.rotary_truncate:
+        rope["truncate"] = False
+    return rope | {"partial_rotary_factor": model.rotary_fraction} if partial else rope
 
 
 def _read_plain_llama(keys: Keys) -> dict[str, Any]:
@@ -130,16 +157,16 @@ def _read_mistral(keys: Keys) -> dict[str, Any]:
 
 
 def _read_qwen2(keys: Keys) -> dict[str, Any]:
-    return read_llama(keys) | {"qkv_biases": True, "sliding_window": read_window(keys)}
+    return read_llama(keys, mixed=True) | {"qkv_biases": True, **read_windows(keys)}
 
 
 def _read_qwen3(keys: Keys) -> dict[str, Any]:
     keys.require("attention_bias", False)
-    return read_llama(keys) | {"query_key_norm": True, "sliding_window": read_window(keys)}
+    return read_llama(keys, mixed=True) | {"query_key_norm": True, **read_windows(keys)}
 
 
 def read_window(keys: Keys) -> int | None:
-    """The window of all layers; the block cannot have one in some layers only."""
+    """The window of all layers; transformers' Mistral has none in some layers only."""
     window = keys.get("sliding_window", int, None)
     usual = "full_attention" if window is None else "sliding_attention"
     kinds = set(map(str, keys.get("layer_types", list, None) or [usual]))
@@ -149,7 +176,11 @@ def read_window(keys: Keys) -> int | None:
 
 
 def write_window(model: ModelConfig) -> dict[str, Any]:
-    """Qwen's keys of a window of all layers, or of none."""
+    """Qwen's keys of windows."""
+    each = variants(model)
+    if len(each) > 1:
+        return write_windows(model)
+    model = each[0]
     if model.sliding_window is None:
         return {"use_sliding_window": False}
     return {"use_sliding_window": True, "sliding_window": model.sliding_window, "max_window_layers": 0}

@@ -6,7 +6,8 @@ evenly into as many blocks as there are factors, which is the same where the blo
 not, its FP8 kernels and DeepSeek's use the block size of config.json, as this file does.
 
 MXFP4 (`quant_method` mxfp4, of gpt-oss): X_blocks [..., groups, 16] has two e2m1 numbers in a byte, the low bits first, and
-X_scales [..., groups] exponents of 2 plus 127. The tensor is [..., 32 groups]; transformers' transposes the last two axes.
+X_scales [..., groups] exponents of 2 plus 127. The tensor is [..., 32 groups]; that of experts has its last two axes,
+outputs and inputs, exchanged, as in transformers.
 """
 
 import dataclasses
@@ -84,13 +85,16 @@ class MicroScaled:
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
         *outer, groups, size = self.blocks.shape
-        return (*outer, groups * size * 2)
+        shape = (*outer, groups * size * 2)
+        return shape if len(shape) < 3 else (*shape[:-2], shape[-1], shape[-2])
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Elements start to stop of the first axis, fp32."""
         blocks = self.blocks.rows(start, stop)
         pairs = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], axis=-1).reshape(*blocks.shape[:-1], -1)
-        return (pairs * _factors(self.scales.rows(start, stop))[..., None]).reshape(stop - start, *self.shape[1:])
+        rows = pairs * _factors(self.scales.rows(start, stop))[..., None]
+        rows = rows.reshape(*rows.shape[:-2], -1)
+        return rows if rows.ndim < 3 else rows.swapaxes(-1, -2)
 
 
 def _factors(scales: np.ndarray) -> np.ndarray:

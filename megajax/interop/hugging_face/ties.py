@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megajax.interop.hugging_face.tensors import TABLES, Table
+from megajax.interop.hugging_face.tables import TABLES
+from megajax.interop.hugging_face.tensors import Table
 from megajax.interop.safetensors import Tensor
 
 __all__ = ["absent_prefix", "differing_tie"]

@@ -17,11 +17,12 @@ from megajax.checkpoint.layout import StateLayout
 from megajax.config import ConfigError, ModelConfig, near
 from megajax.config.layer_kinds import DENSE
 from megajax.interop.hugging_face.quantized import open_weights
+from megajax.interop.hugging_face.tables import TABLES
 from megajax.interop.hugging_face.tensors import (
     STACKED,
-    TABLES,
     Piece,
     axis_sizes,
+    first_row,
     lead_axis,
     overlap,
     rows_of,
@@ -127,7 +128,8 @@ class Weights:
             if not found:
                 continue
             inside, ranges = found
-            start, stop = (rows_of(piece, self._sizes) * one for one in ranges[piece.theirs[0]])
+            before = first_row(piece, self._sizes)
+            start, stop = (before + rows_of(piece, self._sizes) * one for one in ranges[piece.theirs[0]])
             for place, index in stacked_indices(region[:first]):
                 rows = self._tensors[self._stored(piece.name(index))].rows(start, stop)
                 out[place + inside] = to_leaf(piece, rows, ranges, self._sizes)

@@ -1,0 +1,69 @@
+"""Whether a transformer's arrays can be split as a layout requires."""
+
+import math
+from typing import Any
+
+from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
+from megajax.config.experts import check_expert_parallel
+from megajax.config.layer_kinds import DENSE, check_kinds_parallel
+from megajax.config.parallel import ParallelConfig
+
+__all__ = ["check_split"]
+
+
+def check_split(model: Any, parallel: ParallelConfig) -> None:
+    """Checks that a `ModelConfig`'s arrays can be split as `parallel` requires; both are already validated.
+
+    Tensor parallelism splits heads, MLP columns and, with sequence parallelism, the sequence. A context group splits
+    the sequence into two pieces a rank (see `megajax.ops.ring_attention`).
+
+    Raises:
+        ConfigError: for the first size that cannot be split.
+    """
+    check_expert_parallel(model, parallel)
+    check_kinds_parallel(model, parallel)
+    if parallel.context > 1 and model.unfused_attention:
+        raise ConfigError(
+            f"{model.unfused_attention} = {getattr(model, model.unfused_attention)} is not computed by ring attention, "
+            f"which context = {parallel.context} needs: pass --context 1."
+        )
+    if parallel.context > 1 and model.sequence_length % (2 * parallel.context):
+        legal = [1] + [n for n in divisors(model.sequence_length) if n > 1 and model.sequence_length % (2 * n) == 0]
+        raise ConfigError(
+            f"sequence_length = {model.sequence_length} cannot be cut into 2 * context = {2 * parallel.context} "
+            "pieces: pass "
+            + either(
+                one_of("context", legal, parallel.context),
+                one_of(
+                    "sequence_length", multiples(2 * parallel.context, model.sequence_length), model.sequence_length
+                ),
+            )
+            + "."
+        )
+    split = {"heads": model.heads, "kv_heads": model.key_value_heads, "feedforward": model.feedforward_size}
+    if model.experts and model.shared_feedforward:
+        split["shared_feedforward"] = model.shared_feedforward
+    if model.layer_kinds:
+        split["dense_feedforward"] = model.of_kind(DENSE).feedforward_size
+    if parallel.sequence_parallel:
+        split["sequence_length"] = model.sequence_length // parallel.context
+    legal = divisors(math.gcd(*split.values()))
+    for name, value in split.items():
+        if value % parallel.tensor:
+            size, step, instead, given = value, parallel.tensor, "", f"{name} = {value}"
+            if name == "sequence_length":
+                size, instead = model.sequence_length, "--no-sequence-parallel"
+                if parallel.context > 1:
+                    given = f"sequence_length / context = {size} / {parallel.context} = {value}"
+                    step = parallel.context * math.lcm(2, parallel.tensor)
+            raise ConfigError(
+                f"{given} cannot be split over tensor = {parallel.tensor}: pass "
+                + either(one_of("tensor", legal, parallel.tensor), one_of(name, multiples(step, size), size), instead)
+                + "."
+            )
+    for name in ("dropout", "lora_dropout"):
+        if parallel.context > 1 and getattr(model, name) > 0:
+            raise ConfigError(
+                f"{name} = {getattr(model, name)}, but dropout masks are drawn for whole sequences and context = "
+                f"{parallel.context} splits them: pass --{name.replace('_', '-')} 0 or --context 1."
+            )

@@ -1,0 +1,140 @@
+"""Self-attention with queries, keys and values of heads, and what it caches.
+
+Shapes: b samples, s tokens, h = hidden, a heads of size d in g groups that share a key and value head (g = a: plain
+multi-head attention).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.config import ModelConfig
+from megajax.config.layer_pattern import variant_numbers, variants
+from megajax.models.dropout import Dropout
+from megajax.models.feedforward import Linear
+from megajax.models.interface import Microbatch, ModelContext
+from megajax.models.lora import adapters
+from megajax.models.nnx_model import named_key, parameter
+from megajax.models.norms import HeadNorm, ProjectionNorm
+from megajax.models.rotary import of_layer, rotary_tables, rotate, table_of_layer
+from megajax.ops.attention import SCORES, Scoring, plain_attention
+from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
+
+__all__ = ["Attention", "cache_arrays", "with_rotary_table"]
+
+QKV = ("batch", "whole_sequence", "groups", None, None)
+
+
+class Attention(nnx.Module):
+    """Self-attention, causal or not (`config.causal`); queries, keys, values from one matmul, groups split over tensor."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
+        self.config, self.constrain, self.operations = config, context.constrain, context.operations
+        groups, size, hidden = config.key_value_heads, config.head_dimension, {"hidden": config.hidden}
+        fused = {"groups": groups, "_queries_key_value": config.heads // groups + 2, "_head_size": size}
+        small = config.init_deviation / (2 * config.layers) ** 0.5  # 2L of these add up in the residual (GPT-2, 2.3)
+        lora = lambda name: adapters(config, context, name)  # noqa: E731
+        biases = config.has_qkv_biases
+        self.qkv = Linear(named_key(key, "qkv"), hidden, fused, config.init_deviation, biases, lora("qkv"))
+        joined = {"heads": config.heads, "_head_size": size}
+        self.output = Linear(named_key(key, "output"), joined, hidden, small, config.has_output_biases, lora("output"))
+        if config.attention_sinks:
+            self.sinks = parameter(jnp.zeros((groups, config.heads // groups)), "groups", None, decay=False)
+        if config.query_key_norm:
+            if config.query_key_norm_over == "head":
+                self.query_norm, self.key_norm = HeadNorm(config), HeadNorm(config)
+            else:
+                self.query_norm = ProjectionNorm(config, groups, config.heads // groups)
+                self.key_norm = ProjectionNorm(config, groups)
+
+    def project(
+        self, y: jax.Array, microbatch: Microbatch, layer: jax.Array, lora_drop: Dropout | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [b, whole s, g, a/g, d], keys and values [b, whole s, g, d] of y [b, split s, h], rotated.
+
+        `lora_drop`: of adapters.
+        """
+        qkv = checkpoint_name(
+            self.qkv(y, self.operations.column, QKV, drop=lora_drop), "qkv"
+        )  # [b, whole s, g, a/g + 2, d]
+        query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        if self.config.query_key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.config.positions == "rotary":
+            tables = with_rotary_table(self.config, microbatch, y.shape[1])["rotary"]
+            table = table_of_layer(self.config, tables, layer)
+            neighbours = self.config.rotary_pairs == "neighbours"
+            query, key = (rotate(x, table, neighbours) for x in (query, key))
+        if self.config.attention_scale is not None:  # of attention's own
+            query = query * jnp.asarray(self.config.attention_scale * self.config.head_dimension**0.5, query.dtype)
+        return query, key, value
+
+    def window(self, layer: jax.Array) -> jax.Array | int | None:
+        """The latest tokens that a token of a layer attends to; None: all layers have all. Of several an int32 scalar."""
+        if len(self.config.attention_windows) == 1:
+            return self.config.attention_windows[0]
+        each = [one.attention_window or self.config.sequence_length for one in variants(self.config)]
+        return of_layer(each, variant_numbers(self.config), layer)
+
+    def __call__(
+        self,
+        y: jax.Array,
+        microbatch: Microbatch,
+        layer: jax.Array,
+        dropout: Dropout,
+        cache: Cache | None = None,
+        lora_drop: Dropout | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Attention of y [b, split s, h] to itself, and to the tokens of `cache` if there is one.
+
+        The microbatch may have "positions" [b, s], of tokens that are not at 0 to s - 1, and "document" [b, s], the number
+        of each token's document, for samples whose tokens attend to their own document only. Attention that is not causal
+        reads "padding" [b], the number of tokens at the end of a sample that nothing attends to.
+
+        Returns:
+          The result, of y's shape; and with a cache y's entries in it (`cache_arrays`).
+        """
+        positions, document = microbatch.get("positions"), microbatch.get("document")
+        query, key, value = self.project(y, microbatch, layer, lora_drop)
+        window = self.window(layer)
+        drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
+        sinks = self.sinks[...] if self.config.attention_sinks else None
+        scoring = Scoring(drop, self.config.attention_softcap, sinks)
+        both_ways = {} if self.config.causal else {"causal": False, "padding": microbatch.get("padding")}
+        if cache is not None:
+            context = cached_attention(query, key, value, positions, cache, self.constrain, window, scoring)
+        elif self.operations.attend is None:
+            context = plain_attention(query, key, value, scoring, self.constrain, document, window, **both_ways)
+        else:
+            if len(self.config.attention_windows) > 1:  # as kernels take it: the first key of each query
+                places = microbatch.get("places", jnp.arange(y.shape[1], dtype=jnp.int32)[None])
+                reach = jnp.broadcast_to(jnp.maximum(places - (window - 1), 0), query.shape[:2])
+                document = reach if document is None else jnp.maximum(document, reach)
+            context = self.operations.attend(query, key, value, document, **both_ways)
+        context = self.constrain(context.reshape(*y.shape[:2], self.config.heads, -1), *QKV[:2], "heads", None)
+        if self.operations.attend is None:
+            context = checkpoint_name(context, "context")
+        entries = {"key": key, "value": value} if cache is not None else {}
+        entries = {name: jnp.swapaxes(entry, 1, 2) for name, entry in entries.items()}
+        return self.output(context, self.operations.row, 2, drop=lora_drop), entries
+
+
+def with_rotary_table(config: ModelConfig, microbatch: Microbatch, length: int) -> Microbatch:
+    """The microbatch with "rotary", the tables of its "positions" or of 0 to length - 1, if the model has any.
+
+    Inside the loop over blocks XLA would compute it again for each block, in separate kernels.
+    """
+    if config.positions != "rotary" or "rotary" in microbatch:
+        return microbatch
+    positions = microbatch.get("positions", jnp.arange(length)[None])
+    return {**microbatch, "rotary": rotary_tables(config, positions)}
+
+
+def cache_arrays(config: ModelConfig, dtype: Any, samples: int, slots: int) -> dict[str, CachedArray]:
+    """The keys and values that a block caches. Slots come after heads: the matmuls over them need no transposed copy."""
+    shape = (samples, config.key_value_heads, slots, config.head_dimension)
+    array = CachedArray(shape, dtype, ("batch", "groups", None, None), slot_axis=2)
+    return {"key": array, "value": array}

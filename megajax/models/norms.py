@@ -1,0 +1,71 @@
+"""The norms of a block and of the head, in fp32."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from megajax.config import ModelConfig
+from megajax.models.nnx_model import parameter
+from megajax.ops.norm import norm
+
+__all__ = ["HeadNorm", "Norm", "ProjectionNorm"]
+
+
+def initial_scale(config: ModelConfig, *shape: int) -> jax.Array:
+    """The initial weights of a norm: 1, or 0 where 1 is added to them."""
+    return jnp.zeros(shape) if config.norm_offset else jnp.ones(shape)
+
+
+def scale_of(config: ModelConfig, weights: nnx.Param) -> jax.Array:
+    """What a norm multiplies with."""
+    return 1 + weights[...].astype(jnp.float32) if config.norm_offset else weights[...]
+
+
+class Norm(nnx.Module):
+    """Layer norm (1607.06450) or RMS norm (1910.07467) over the last axis, in fp32."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self.scale = parameter(initial_scale(config, config.hidden), "hidden", decay=False)
+        if config.norm == "layernorm" and config.biases:
+            self.bias = parameter(jnp.zeros(config.hidden), "hidden", decay=False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norms x [..., h]; the result has x's type."""
+        bias = self.bias[...] if hasattr(self, "bias") else None
+        return norm(
+            x, scale_of(self.config, self.scale), bias, self.config.norm == "layernorm", self.config.norm_epsilon
+        )
+
+
+class HeadNorm(nnx.Module):
+    """RMS norm over the elements of each head, in fp32; one scale for all heads (Qwen3)."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self.scale = parameter(initial_scale(config, config.head_dimension), None, decay=False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norms x [..., d]; the result has x's type."""
+        return norm(x, scale_of(self.config, self.scale), None, False, self.config.norm_epsilon)
+
+
+class ProjectionNorm(nnx.Module):
+    """RMS norm over the elements of all heads of a token, in fp32; a scale for each of them (OLMoE).
+
+    The groups of heads are split over tensor: the mean of the squares is an all-reduce of one number for each token.
+    """
+
+    def __init__(self, config: ModelConfig, *heads: int):
+        """`heads`: the axes of a token's heads, groups first."""
+        self.config, self.axes = config, len(heads) + 1
+        scale = initial_scale(config, *heads, config.head_dimension)
+        self.scale = parameter(scale, "groups", *[None] * len(heads), decay=False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norms x [..., *heads, d]; the result has x's type."""
+        wide = x.astype(jnp.float32)
+        mean = jnp.square(wide).mean(tuple(range(-self.axes, 0)), keepdims=True)
+        wide = wide * lax.rsqrt(mean + self.config.norm_epsilon)
+        return (wide * scale_of(self.config, self.scale).astype(jnp.float32)).astype(x.dtype)

@@ -1,0 +1,129 @@
+"""Tiny models of the families with a description, and of qwen2_moe, as transformers' configurations."""
+
+import json
+import pathlib
+
+from tests.interop import make_golden
+from tests.interop.make_golden import COMMON
+
+LAYERS = 6
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "attention_factor": 1.2,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 100.0}
+
+
+def configs(layers: int = LAYERS) -> dict:
+    """A configuration of each family; `layers`: 3 or 6."""
+    import transformers as t
+
+    sizes = COMMON | {"num_hidden_layers": layers, "max_position_embeddings": 64}
+    wide = sizes | {"head_dim": 8, "pad_token_id": None}
+    mixed = ["sliding_attention", "full_attention", "sliding_attention"] * (layers // 3)
+    odd = (["sliding_attention"] * 4 + ["full_attention", "sliding_attention"])[-layers:]
+    experts = {"num_experts_per_tok": 2, "intermediate_size": 12}
+    return {
+        "gemma": t.GemmaConfig(**wide),
+        "gemma2": t.Gemma2Config(
+            **wide,
+            sliding_window=5,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=2.0,
+        ),
+        "gemma3_text": t.Gemma3TextConfig(
+            **wide,
+            sliding_window=5,
+            layer_types=odd,
+            query_pre_attn_scalar=8,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+                "sliding_attention": PLAIN,
+            },
+        ),
+        "olmo2": t.Olmo2Config(**sizes, pad_token_id=None),
+        "olmo3": t.Olmo3Config(
+            **sizes,
+            pad_token_id=None,
+            sliding_window=5,
+            layer_types=odd,
+            rope_parameters={"full_attention": YARN, "sliding_attention": PLAIN},
+        ),
+        "phi3": t.Phi3Config(**sizes | {"sliding_window": 5, "pad_token_id": None, "partial_rotary_factor": 0.5}),
+        "smollm3": t.SmolLM3Config(**sizes | {"pad_token_id": None}),
+        "glm4": t.Glm4Config(**wide, partial_rotary_factor=0.5, tie_word_embeddings=False),
+        "granite": t.GraniteConfig(
+            **sizes,
+            embedding_multiplier=3.0,
+            logits_scaling=6.0,
+            residual_multiplier=0.4,
+            attention_multiplier=0.3,
+        ),
+        "cohere2": t.Cohere2Config(
+            **sizes | {"sliding_window": 5, "logit_scale": 0.3, "pad_token_id": None, "layer_types": odd}
+        ),
+        "starcoder2": t.Starcoder2Config(**sizes, sliding_window=5),
+        "ministral": t.MinistralConfig(**wide, sliding_window=5, layer_types=mixed),
+        "exaone4": t.Exaone4Config(**sizes, sliding_window=5, layer_types=odd),
+        "seed_oss": t.SeedOssConfig(**wide),
+        "qwen2_moe": t.Qwen2MoeConfig(
+            **sizes | experts,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=20,
+            num_experts=4,
+            norm_topk_prob=False,
+            mlp_only_layers=[0, 4][: layers // 3],
+            use_sliding_window=True,
+            sliding_window=5,
+            max_window_layers=2,
+        ),
+        "gpt_oss": t.GptOssConfig(
+            **wide | experts,
+            num_local_experts=4,
+            sliding_window=5,
+            swiglu_limit=0.7,
+            rope_parameters=YARN | {"truncate": False},
+        ),
+    }
+
+
+def random_model(config):
+    """A model whose parameters are all random; Gemma's norms multiply by 1 + theirs."""
+    import torch
+
+    model = make_golden.random_model(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name and config.model_type.startswith("gemma"):
+                parameter.sub_(1)
+    return model
+
+
+def write_tokenizer(directory: pathlib.Path) -> None:
+    """The golden models' tokenizer, in whatever family."""
+    make_golden.write_tokenizer(directory)
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+FAMILIES = (
+    *(
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "smollm3",
+        "glm4",
+        "granite",
+        "cohere2",
+        "starcoder2",
+    ),
+    *("ministral", "exaone4", "seed_oss", "qwen2_moe", "gpt_oss"),
+)
