@@ -171,13 +171,11 @@ def _forward(table, tokens, sequence_parallel):
 
 
 def _backward(sequence_parallel, residuals, gradient):
-    """Scatter-adds the gradient [b, s, hidden] into each rank's own rows, in fp32: a frequent token is many terms.
-
-    The rows may be those of an accumulator: an array of the table's size is not written and read for each microbatch.
+    """Scatter-adds the gradient [b, s, hidden] into each rank's own rows, or an accumulator's (`addend`), in fp32: a
+    frequent token is many terms.
     """
 
-    def scatter(rows, tokens, gradient, at=()):
-        """Adds to rows [*at, local rows, hidden]."""
+    def scatter(rows, tokens, gradient, at=()):  # adds to rows[at], [local rows, hidden]
         count = rows.shape[-2]
         index, mine = _own(tokens, count)
         if sequence_parallel:

@@ -7,6 +7,9 @@ it. So two things depend on the order:
   after it makes XLA copy x. An `optimization_barrier` puts the write before.
 * A matmul writes its result into the stash itself if nothing else reads the result, and if the slice's place is known when
   the program is compiled, except for the loop's counter (jax 0.12). What computes with the result reads it from the stash.
+
+Of another value, such as a sum, XLA makes a part of each kernel that reads it. What computes with it after the next matmul
+reads it from the stash instead of its terms.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,6 +49,10 @@ def stash_as_computed(
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
     results, saved = jaxpr.outvars[: of_result.num_leaves], jaxpr.outvars[of_result.num_leaves :]
     unwritten = dict(enumerate(saved))
+    written: dict[int, list] = {}  # places of values that are no matmuls' results, and the names of each
+    last_use = {
+        var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if not isinstance(var, Literal)
+    }
 
     def write(known: Callable) -> None:
         for place in [place for place, var in unwritten.items() if known(var)]:
@@ -57,13 +64,21 @@ def stash_as_computed(
                 value = stash.read_array(lax.optimization_barrier(whole), block)
             elif not stash.fixed or var in jaxpr.invars:
                 value, whole = lax.optimization_barrier((value, whole))
+            else:
+                written[place] = names
             buffers[place] = whole
             values.update(dict.fromkeys(names, value))
 
     write(lambda var: isinstance(var, Literal) or var in values)
     parts = Parts(jaxpr.invars, arguments, stacks)
-    for eqn in jaxpr.eqns:
+    for index, eqn in enumerate(jaxpr.eqns):
         parts.bind(eqn, values)
+        if eqn.primitive.name == "dot_general":
+            for place, names in written.items():
+                if any(last_use.get(name, -1) > index for name in names):
+                    value = stash.read_array(lax.optimization_barrier(buffers[place]), block)
+                    values.update(dict.fromkeys(names, value))
+            written.clear()
         write(lambda var: var in eqn.outvars)  # noqa: B023
     return of_result.unflatten(read(values, var) for var in results), jax.tree.unflatten(structure, buffers)
 

@@ -108,8 +108,8 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 
 
 def lower_by(primitive: Primitive, function: Callable) -> None:
-    """Compiles a primitive of one result as `function(*operands, **params)`."""
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    """Compiles a primitive as `function(*operands, **params)`."""
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=primitive.multiple_results))
 
 
 def manual_axes() -> tuple[str, ...]:
