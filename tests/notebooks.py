@@ -37,7 +37,12 @@ def run(cell: dict[str, Any], names: dict[str, Any]) -> list[dict[str, Any]]:
         data = {"text/plain": _lines(f"<{type(value).__name__}>" if svg else repr(value))}
         data |= {"image/svg+xml": _lines(svg())} if svg else {}
         outputs.append(
-            {"data": dict(sorted(data.items())), "execution_count": None, "metadata": {}, "output_type": "execute_result"}
+            {
+                "data": dict(sorted(data.items())),
+                "execution_count": None,
+                "metadata": {},
+                "output_type": "execute_result",
+            }
         )
     return outputs
 

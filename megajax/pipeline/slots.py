@@ -47,9 +47,7 @@ class OperationRow(NamedTuple):
     microbatch: Column
     first: Column  # 1 on the model's first stage
     last: Column  # 1 on the model's last stage
-    part: (
-        Column  # which part, from 0; a forward's are the blocks of the chunk from the first, a backward's from the last
-    )
+    part: Column  # which part, from 0: of a forward from the chunk's first blocks on, of a backward from its last ones
     parts: Column  # in how many parts the operation runs
     stash: Column  # slot of the stash that a forward writes and that a backward and W read
     kept: Column  # slot that I writes and W reads

@@ -26,7 +26,9 @@ LAYOUTS = {
 }
 RESUMED = {"uneven, resumed": {"mesh": (2, 1, 2), "zero": 3, "model": LAYOUTS["uneven"]["model"]}}
 STEPS, MANY = 3, 20  # of quick and of slow tests
-EPSILON = 1e-6  # Adam's: it divides gradients next to zero by their own size, and so would their rounding be a step
+# Adam's: it divides gradients next to zero by their own size, and so would their rounding be a step. With 1e-6 the
+# parameters of the unpipelined model, of a batch in 1 and in 4 microbatches, differ by 9e-6 after 20 steps.
+EPSILON = 1e-5
 
 
 class Case(NamedTuple):
