@@ -13,6 +13,8 @@ from megajax.config import ConfigError
 NAME = "step_{:08d}"
 COMMITTED = "commit_success.txt"  # orbax's name for it
 
+PROBE = ".writable"  # a file that is written to see whether that is possible
+
 
 def complete_steps(directory: str | Path) -> list[int]:
     """Steps with a complete checkpoint, ascending.

@@ -77,7 +77,7 @@ class Checkpoints:
         self._pending: tuple[int, float, Future] | None = None  # step, start time, and result of the save in progress
         self._saves, self._bytes = 0, 0
         self._arrays: dict[str, jax.Array] | None = None  # the last save's copies, where their memory is reused
-        self.failed = False
+        self.failed, self._failed = False, (-1, 0.0)  # the last save that has failed: step and time
         self.completed: list[tuple[int, Path]] = []
         self.blocked = 0.0
         self.never_deleted: int | None = None
@@ -113,7 +113,9 @@ class Checkpoints:
             meta["data"] = data
         self._bytes = sum(leaf.nbytes for leaf in arrays.values())
         self._saves += 1
-        guard = {"before_commit": self.lock.require} if isinstance(self.lock, StoreLock) else {}
+        guard = {"guard": self.lock.require} if isinstance(self.lock, StoreLock) else {}
+        if self._remote and self._failed[0] == progress.step:  # requests of the save that failed may still arrive
+            self._writer.submit(time.sleep, max(0.0, self._failed[1] + store_folders.SETTLES - start))
         save = self._writer.submit(write, path, layout.nest(arrays), meta, f"{path.name}/{self._saves}", **guard)
         self._pending = (progress.step, start, save)
         self.blocked = time.time() - start
@@ -131,6 +133,7 @@ class Checkpoints:
         (step, start, save), self._pending = self._pending, None
         error = save.exception()
         self.failed = error is not None
+        self._failed = (step, time.time()) if error else self._failed
         self.completed += [] if error else [(step, self.directory / NAME.format(step))]
         return [self._failure(step, error) if error else self._success(step, time.time() - start)]
 
@@ -184,7 +187,19 @@ class Checkpoints:
         )
 
     def set_aside(self, after: int) -> list[str]:
-        """Renames the checkpoints of steps after `after`: a run that resumes from there will write those steps again."""
+        """Renames the checkpoints of steps after `after`: a run that resumes from there will write those steps again.
+
+        Raises:
+          ConfigError: an object store does not answer.
+        """
+        try:
+            return self._set_aside(after)
+        except OSError as error:
+            if not self._remote:
+                raise
+            raise ConfigError(f"cannot rename checkpoints in {self.directory}: {error.strerror}") from error
+
+    def _set_aside(self, after: int) -> list[str]:
         messages = []
         for step in complete_steps(self.directory):
             if step > after:

@@ -1,8 +1,10 @@
 """The folders of checkpoints in an object store: deleted and moved so that half a checkpoint is never complete."""
 
-from megajax.checkpoint.directory import COMMITTED, step_of
+from megajax.checkpoint.directory import COMMITTED, PROBE, step_of
 from megajax.checkpoint.object_store import Path, children, exists, move_tree, read, remove, remove_tree, write
 from megajax.config import ConfigError
+
+SETTLES = 60.0  # seconds after a failed save in which the libraries may still send its requests
 
 
 def make_writable(directory: Path) -> None:
@@ -11,10 +13,8 @@ def make_writable(directory: Path) -> None:
     Raises:
       ConfigError: the folder cannot be written.
     """
-    probe = directory / ".writable"
     try:
-        write(probe, b"")
-        remove(probe)
+        write(directory / PROBE, b"")
         remove_unfinished(directory)
     except OSError as error:
         raise ConfigError(f"cannot write checkpoints to {directory}: {error.strerror}; pass --run-dir DIR") from error

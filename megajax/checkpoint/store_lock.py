@@ -74,10 +74,10 @@ class StoreLock:
             self._lease.holders += 1
 
     def check(self, now: bool = False) -> list[str]:
-        """Verifies that this process still holds the lock; call it between steps.
+        """Says what the thread has found since the last call; does not wait, and does not ask the store.
 
         Args:
-          now: ask the store if its last answer is old. Otherwise nothing is waited for.
+          now: without effect: a save calls `require` before it changes an object.
 
         Returns:
           A message if the lock had vanished and was created again.
@@ -85,9 +85,6 @@ class StoreLock:
         Raises:
           ConfigError: another process has taken the lock over.
         """
-        if now and self._lease.age > self._lease.lease / 2:
-            with contextlib.suppress(OSError):  # a store that does not answer: the next check will tell
-                self._lease.refresh()
         self._lease.require()
         if not self._lease.vanished:
             return []
@@ -131,14 +128,8 @@ class _Lease:
                 f"cannot lock the run directory {directory}: {error.strerror}; pass --run-dir a folder of a bucket that "
                 "can be written"
             ) from error
-        self._verified = time.monotonic()
         self._thread = threading.Thread(target=self._refresh_often, daemon=True, name="run lock")
         self._thread.start()
-
-    @property
-    def age(self) -> float:
-        """Seconds since the store has confirmed the lock."""
-        return time.monotonic() - self._verified
 
     def _path(self, number: int) -> Path:
         return self.directory / NAME / f"{number:08d}"
@@ -218,7 +209,6 @@ class _Lease:
                 self.vanished = True
             else:
                 write(self._path(self._number), self._record())
-            self._verified = time.monotonic()
 
     def require(self) -> None:
         """Raises ConfigError if another process has the lock."""

@@ -30,7 +30,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from megajax.checkpoint import checksums, durable, object_store
-from megajax.checkpoint.directory import COMMITTED
+from megajax.checkpoint.directory import COMMITTED, PROBE
 from megajax.checkpoint.object_store import Path, is_remote
 from megajax.checkpoint.store_drivers import orbax_path
 from megajax.runtime.exchange import gather_problems
@@ -44,7 +44,7 @@ def write(
     meta: Mapping[str, Any],
     name: str,
     handler: ocp.PyTreeCheckpointHandler | None = None,
-    before_commit: Callable[[], None] = lambda: None,
+    guard: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes a checkpoint; `path` exists, or is complete, only when all of it is stored, also after a power loss.
 
@@ -54,7 +54,7 @@ def write(
       meta: stored beside them, as JSON.
       name: of this attempt: the same on all processes, and unique in the run.
       handler: orbax's for these arrays; None: the one for jax's arrays.
-      before_commit: process 0 calls it before a checkpoint in an object store is made complete; it may raise.
+      guard: process 0 calls it before it deletes or completes anything in an object store; it may raise.
 
     Raises:
       Exception: the error of the file system, of a library or of another process.
@@ -67,6 +67,8 @@ def write(
 
     def make_directories():
         if is_first and remote:
+            guard()
+            object_store.write(path.parent / PROBE, b"")  # s3fs would make a bucket that has vanished
             object_store.remove_tree(unfinished)
         elif is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -85,7 +87,7 @@ def write(
             ocp.JsonCheckpointHandler().save(about, args=ocp.args.JsonSave(meta))
             checksums.write_rest(unfinished)
             if remote:
-                before_commit()
+                guard()
                 object_store.write(path / COMMITTED, json.dumps({"attempt": name}).encode())
                 return
             durable.sync_tree(unfinished)

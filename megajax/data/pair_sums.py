@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable
 
 from megajax.config import ConfigError
+from megajax.schedules.paths import is_store
 
 __all__ = ["SummedFile", "sums_path", "verify_known", "verify_pairs", "write_sums"]
 
@@ -64,6 +65,11 @@ def verify_pairs(prefixes: Iterable[str], share: tuple[int, int] = (0, 1)) -> No
     """
     index, count = share
     for prefix in sorted(set(prefixes))[index::count]:
+        if is_store(prefix):
+            raise ConfigError(
+                f"--verify-data reads files of a disk, and {prefix} is in an object store, whose blocks have checksums of "
+                "their own: omit --verify-data"
+            )
         sums = _read(sums_path(prefix))
         for end, expected in sums.items():
             path = pathlib.Path(f"{prefix}.{end}")

@@ -107,7 +107,7 @@ class Proxy:
     """Forwards requests, but for those that `fault` chooses a fault for.
 
     Attributes:
-      fault: (method, path) -> one of FAULTS, or "down"; None: none.
+      fault: (method, path) -> one of FAULTS, "down" or "403"; None: none.
       counts: faults so far, by name and method.
     """
 
@@ -147,6 +147,9 @@ class Proxy:
             time.sleep(random.uniform(0.2, 1.5))
         if fault == "503":
             return self._send(handler, 503, [("Retry-After", "0")], b"")
+        if fault == "403":
+            xml = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+            return self._send(handler, 403, [("Content-Type", "application/xml")], xml)
         upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         headers = {name: value for name, value in handler.headers.items() if name.lower() not in ("transfer-encoding",)}
         if body or handler.command in ("PUT", "POST"):
@@ -224,11 +227,13 @@ def random_faults(kinds: tuple[str, ...], share: float, seed: int) -> Callable[[
 
 @contextlib.contextmanager
 def environment_of(variables: dict[str, str]):
-    """Sets variables of this process, and forgets the connections that libraries keep."""
+    """Sets variables of this process, or removes those that are empty, and forgets the connections that libraries keep."""
     import fsspec
 
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
+    for name in [name for name, value in variables.items() if not value]:
+        del os.environ[name]
     for kind in ("s3", "gs"):
         with contextlib.suppress(ImportError, ValueError):
             fsspec.get_filesystem_class(kind).clear_instance_cache()
@@ -236,4 +241,4 @@ def environment_of(variables: dict[str, str]):
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})

@@ -55,7 +55,7 @@ def in_store(store, place: str):
     return steps, found, [line for line in lines if "step" in line], folders
 
 
-CASES = {  # name: kinds of faults, share of the requests, seconds after the first steps until the run is killed
+CASES = {  # name: kinds of faults, share of the requests, seconds after a save until the run is killed, in the next one
     "delays": (("delay",), 0.2, None),
     "503": (("503",), 0.12, 2.0),
     "half": (("half",), 0.1, 1.0),
@@ -74,7 +74,7 @@ def test_a_run_with_faults_loses_no_checkpoint_and_resumes_equal(tmp_path, store
     settings = {"steps": STEPS, "every": 10, "place": place}
     run = Run(tmp_path, WORDS.format(**{**settings, "steps": STEPS // 2}, layout=FIRST), "first", **store.environment)
     if killed_after:
-        run.until(lambda: "step 12/" in run.out)
+        run.until(lambda: "checkpoint saved" in run.out, 400)
         time.sleep(killed_after)
         run.process.send_signal(signal.SIGKILL)
         run.process.wait()
