@@ -27,7 +27,7 @@ from megajax.config import BertConfig, ConfigError, ModelConfig, ParallelConfig,
 from megajax.config.cli import parse
 from megajax.config.options import Parser
 from megajax.estimate.auto import resolved
-from megajax.estimate.error_bars import comparison_bar
+from megajax.estimate.error_bars import PAIRS, comparison_bar, pair_kinds
 from megajax.estimate.gpus import Gpu, find_gpu
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.program_account import StepAccount, account_of
@@ -178,9 +178,10 @@ class Comparison:
             "gaps": (of(GAPS), parts.gaps),
             "waits": (of(SYNCS), parts.waits),
         }
-        self.work = sum(row["seconds"].values()), whole.total - whole.bubble
+        bubble = 0.0 if StepProgram.of(self.run).computes_bubbles else whole.bubble  # which the account has in it
+        self.work = sum(row["seconds"].values()), whole.total - bubble
         self.error = self.work[1] / self.work[0] - 1
-        self.bubble = row["bubble"], whole.bubble / self.work[1]
+        self.bubble = row["bubble"] * (bubble > 0), bubble / self.work[1]
         self.step = tuple(seconds * (1 + self.bubble[1]) for seconds in self.work)
 
 
@@ -252,6 +253,8 @@ def question_table(rows: Sequence[Comparison]) -> None:
     if errors:
         pairs, off = sum(math.comb(len(some), 2) for some in errors), comparison_error(errors)
         near = f"comparisons: {pairs} pairs predicted within {NEAR:.0%} of a question's fastest"
+        for kind, count, error in errors_of_pairs():
+            print(f"pairs of all programs of a model that differ in {kind}: {count}, off by {error:.2%}")
         print(f"{near} are off by {off:.2%} (rms, one standard deviation)")
 
 
@@ -268,6 +271,21 @@ def comparison_error(errors: Iterable[Sequence[float]]) -> float:
     """
     off = [math.log1p(a) - math.log1p(b) for some in errors for a, b in itertools.combinations(some, 2)]
     return math.sqrt(sum(one**2 for one in off) / len(off))
+
+
+def errors_of_pairs() -> Iterable[tuple[str, int, float]]:
+    """For each kind of `error_bars.PAIRS`: how many pairs of a model's rows differ in it, what their ratio is off by (rms).
+
+    Of all rows with a time, near or not, whatever else they differ in.
+    """
+    rows = [row for some in read().values() for row in some if "seconds" in row]
+    models: dict[tuple, list[Comparison]] = {}
+    for one in map(Comparison, rows):
+        models.setdefault((one.run.model.name, one.run.model.hidden), []).append(one)
+    pairs = [pair for some in models.values() for pair in itertools.combinations(some, 2)]
+    for kind in PAIRS:
+        of_kind = [pair for pair in pairs if kind in pair_kinds(*(one.run.parallel for one in pair))]
+        yield kind, len(of_kind), comparison_error([one.error for one in pair] for pair in of_kind)
 
 
 def show(table: str, rows: Iterable[Row]) -> None:

@@ -106,9 +106,14 @@ class Request:
     dry_shapes: bool
 
     def mesh(self, device_count: int) -> dict[str, int]:
-        """Degrees data, pipe, tensor for a number of devices; those that were passed are kept."""
+        """Degrees data, pipe, tensor for a number of devices; those that were passed are kept.
+
+        As with any of these, `pipe` and `tensor` are 1 if only `context` was passed.
+        """
+        context = max(1, self.given.get("context", 1))
         given = {axis: self.given[axis] for axis in MESH_AXES if axis in self.given}
-        return mesh_for(device_count // max(1, self.given.get("context", 1)), given, self.fewest_replicas)
+        given |= {} if given or context == 1 else {"pipe": 1, "tensor": 1}
+        return mesh_for(device_count // context, given, self.fewest_replicas)
 
     @property
     def fewest_replicas(self) -> int:
@@ -119,11 +124,10 @@ class Request:
     @property
     def devices_needed(self) -> int | None:
         """Devices that the passed mesh needs; None if no degree was passed, so that any number is legal."""
-        degrees = [self.given[axis] for axis in MESH_AXES if axis in self.given]
+        degrees = [self.given[axis] for axis in (*MESH_AXES, "context") if axis in self.given]
         if not degrees:
             return None
-        needed = max(1, self.given.get("context", 1))
-        needed *= 1 if "data" in self.given else self.fewest_replicas
+        needed = 1 if "data" in self.given else self.fewest_replicas
         for degree in degrees:
             needed *= max(1, degree)
         return needed

@@ -22,7 +22,7 @@ def local_directory(name: str, option: str) -> str:
 
     Args:
       name: a path or a name.
-      option: that has it, for messages; with --tokenizer no weights are downloaded.
+      option: that has it, for messages; with --tokenizer and --model no weights are downloaded.
 
     Raises:
       ConfigError: the Hub has no such model, it is not in the cache of an offline machine, or huggingface_hub is missing.
@@ -39,7 +39,7 @@ def _download(name: str, option: str) -> str:
         raise ConfigError(
             f"{problem}, and names on the Hub need huggingface_hub ({error}): pip install 'megajax[hf]'"
         ) from None
-    patterns = TOKENIZER + (WEIGHTS if option != "--tokenizer" else [])
+    patterns = TOKENIZER + (WEIGHTS if option not in ("--tokenizer", "--model") else [])
     try:
         return snapshot_download(name, allow_patterns=patterns, ignore_patterns=OTHERS)
     except Exception as error:  # of many types, also of its HTTP library

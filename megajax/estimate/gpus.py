@@ -25,8 +25,8 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
 DATA = tomllib.loads(pathlib.Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
 PEAKS: list[tuple[str, float, float]] = [tuple(row) for row in DATA["peaks"]]
-# A MIG slice or a laptop GPU has the GPU's name but not its peak.
-LESSER = ("MIG", "Laptop")
+# A MIG slice, a laptop or a 300 W workstation GPU has the GPU's name but not its peak.
+LESSER = ("MIG", "Laptop", "Max-Q")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Gpu:
       cache: bytes of L2.
       shared_memory: bytes of one multiprocessor's shared memory.
       watts: of the board at full load, without its share of the host.
+      like: the GPU of gpus.toml that one from a file has its other fields of; "" of those in the table.
+      peaks: FLOP/s in 16 bits and in fp32 of one from a file; None: those in `PEAKS`.
       measured: what a calibration measured; the estimates take it in place of shares of the rates above.
     """
 
@@ -67,6 +69,8 @@ class Gpu:
     cache: int
     shared_memory: int
     watts: float = 0.0
+    like: str = ""
+    peaks: tuple[float, float] | None = None
     measured: Measured | None = None
 
     @property
@@ -75,11 +79,13 @@ class Gpu:
 
         Of other chips no training run was fitted: Volta's and Ampere's take the A100's, all newer ones the H100's.
         """
-        chip = self.name.split("-")[0]
+        chip = (self.like or self.name).split("-")[0]
         return chip if chip in ("a100", "h100", "h200") else "a100" if chip in ("v100", "a10g") else "h100"
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s in "bf16", "fp16" or "fp32"; raises ConfigError if the GPU has no tensor cores for that type."""
+        if self.peaks is not None:
+            return self.peaks[precision == "fp32"]
         peak = published_peak(self.device_kind, precision)
         if peak is None:
             raise ConfigError(f"gpu = {self.name} has no peak for precision = {precision}: pass --precision fp16|fp32.")

@@ -19,7 +19,11 @@ __all__ = ["StepAccount", "account_arguments", "account_of", "ragged_part", "rat
 
 @dataclasses.dataclass(frozen=True)
 class StepAccount:
-    """The account of a rank that computes all of its microbatches, and the schedule's bubble as a share of its time."""
+    """The account of a rank that computes all of its microbatches, and the schedule's bubble as a share of its time.
+
+    Where blocks have rings, ranks without work run their blocks too (`StepProgram.computes_bubbles`): the account has the
+    bubble in it, as kernels, and the share is 0.
+    """
 
     account: Account
     bubble: float
@@ -38,7 +42,9 @@ def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
     """
     costs, program = Costs(), StepProgram.of(run)
     ideal = program.passes * (costs.forward + costs.backward)
-    bubble = program.bubble(costs, lockstep=True) / ideal if run.parallel.pipe > 1 else 0.0
+    bubble = (
+        program.bubble(costs, lockstep=True) / ideal if run.parallel.pipe > 1 and not program.computes_bubbles else 0.0
+    )
     found = account(hlo, *account_arguments(run, gpu))
     return StepAccount(found, bubble)
 

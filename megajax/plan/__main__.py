@@ -21,16 +21,18 @@ from typing import Any
 
 import jax
 
-from megajax.config import ConfigError, RunConfig, preset
+from megajax.config import ConfigError, RunConfig
 from megajax.config.options import Parser
 from megajax.config.toml import save_config, toml_text
 from megajax.plan.best import DEGREES, SHAPES, Found, best_layouts
 from megajax.plan.cluster import Cluster
+from megajax.plan.compiled import compile_rows, compiled_table, ranked
 from megajax.plan.counts import better_counts, nearest_counts
+from megajax.plan.expected import expected, fields_of
 from megajax.plan.explain import explain
-from megajax.plan.goals import best_model, compare, gpus_for, tokens_for
+from megajax.plan.goals import best_model, compare, gpus_for, scaling, tokens_for
 from megajax.plan.html_report import page
-from megajax.plan.options import clusters_of, plan_parser, question_of
+from megajax.plan.options import clusters_of, is_directory, model_named, plan_parser, question_of
 from megajax.plan.report import LEGEND, Answer, accuracy, answer, heading, plot, smallest, table
 from megajax.plan.search import Candidate, NoLayout, Question
 from megajax.schedules.errors import command
@@ -69,10 +71,19 @@ def main(arguments: Sequence[str] | None) -> int:
     args = plan_parser(first, __doc__).parse_args(arguments)
     clusters = clusters_of(args)
     question = question_of(args, clusters[0])
+    fields_of(args.explain or ())  # raises for a word that is none
     if args.compare:
-        if args.budget or args.deadline or args.json or args.html or args.plot:
-            raise ConfigError("compare prints one table: omit --budget, --deadline, --json, --html and --plot.")
+        if args.budget or args.deadline or args.json or args.html or args.plot or args.compile:
+            raise ConfigError(
+                "compare prints one table: omit --budget, --deadline, --json, --html, --plot and --compile."
+            )
         rows, fits = compare(dataclasses.replace(question, gpus=args.gpus or 0), clusters, args.tokens)
+        print(rows)
+        return 0 if fits else 1
+    if args.scaling is not None:
+        if args.json or args.html or args.plot or args.compile or args.explain:
+            raise ConfigError("scaling prints one table: omit --json, --html, --plot, --compile and --explain.")
+        rows, fits = scaling(question, clusters[0], args.tokens, args.scaling)
         print(rows)
         return 0 if fits else 1
     words = sys.argv[1:] if arguments is None else arguments
@@ -110,9 +121,11 @@ def _plan(
         tell_replaced(args.html)
         text = page(found, command, datetime.date.today().isoformat())
         save_config(pathlib.Path(args.html), text, "pass --html with a writable path")
+    compiled = compile_rows(found.shown[: args.compile], tell=_tell) if args.compile else []
+    chosen = next((one.candidate for one in ranked(compiled) if one.fits), best)
     if args.json:
-        print(json.dumps(answer(found), indent=1))
-        return _write(args, best, quiet=True) if best else 1
+        print(json.dumps(answer(found, compiled), indent=1))
+        return _write(args, chosen, quiet=True) if best else 1
     if goal:
         print(goal)
     print(heading(found, seconds))
@@ -121,17 +134,25 @@ def _plan(
         return 1
     print(table(found))
     print(LEGEND)
+    if compiled:
+        print(compiled_table(compiled))
     if better := better_counts(best):
         print(better)
     print(f"{tokens / 1e9:,.0f}B tokens take {cluster.describe(cluster.cost(question.gpus, best.days(tokens)))}")
     print(accuracy(best))
     print(explain(found.compared, found.found.slower))
+    if args.explain:
+        print(expected(question, best, args.explain))
     if args.html:
         print(f"page: {args.html}")
     if args.plot:
         plot(found.candidates, args.plot)
         print(f"drawn: {args.plot}")
-    return _write(args, best)
+    return _write(args, chosen)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _search(args: argparse.Namespace, question: Question) -> Found:
@@ -171,16 +192,20 @@ def _keep_older(path: pathlib.Path, text: str) -> None:
 
 
 def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
-    """A planned run as sections of a configuration file: the preset, what differs from it, and what the plan decides.
+    """A planned run as sections of a configuration file: the model, what differs from it, and what the plan decides.
+
+    The model is a preset, or with a directory of Hugging Face's the one that `init_from` starts from.
 
     The experiment's defaults apply to everything else.
     """
-    model, base = dataclasses.asdict(run.model), dataclasses.asdict(preset(name))
+    model, base = dataclasses.asdict(run.model), dataclasses.asdict(model_named(name))
+    directory = is_directory(name)
     return {
-        "options": {"model": name} | ({"imports": run.imports} if run.imports else {}),
+        "options": ({} if directory else {"model": name}) | ({"imports": run.imports} if run.imports else {}),
         "model": {field: value for field, value in model.items() if field != "name" and value != base[field]},
         "parallel": dataclasses.asdict(run.parallel),
         "train": {"global_batch_size": run.train.global_batch_size, "precision": run.train.precision}
+        | ({"init_from": name} if directory else {})
         | ({} if run.train.optimizer == "adamw" else {"optimizer": run.train.optimizer})
         | ({} if run.train.ema_decay is None else {"ema_decay": run.train.ema_decay})
         | ({} if run.train.matmul_dtype is None else {"matmul_dtype": run.train.matmul_dtype})

@@ -4,8 +4,8 @@
     gpus = 1024
     price = 2.5
 
-`FIELDS` has all fields; docs/planning.md has a whole file. The table [measured] has the rates of its own GPUs, which
---calibrate writes.
+`FIELDS` has all fields; docs/planning.md has a whole file. A table [gpu] describes a GPU of one's own (`gpu_table.py`). The
+table [measured] has the rates of its own GPUs, which --calibrate writes.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from megajax.config import ConfigError, near
 from megajax.config.toml_file import read_toml
 from megajax.estimate.gpus import DTYPES, GIGA, TERA, Gpu, find_gpu
 from megajax.estimate.measured import COLLECTIVES, Link, Links, Measured, rates_by_size
+from megajax.plan.gpu_table import gpu_of_table
 from megajax.schedules.errors import shown
 
 # Fields of the file: their type, the smallest and the largest legal value (texts have neither). All but the GPU's name are
@@ -103,16 +104,20 @@ def load_cluster(path: str) -> Cluster:
         raise ConfigError(f"cluster = {path} is not a TOML file: {error}.") from error
     with _naming(path):
         measured = measured_of(fields.pop("measured")) if "measured" in fields else None
+        own = gpu_of_table(fields.pop("gpu")) if isinstance(fields.get("gpu"), dict) else None
         for name, value in fields.items():
             _check(name, value)
-    if "gpu" not in fields:
+    if "gpu" not in fields and own is None:
         raise ConfigError(f'cluster = {path} has no gpu: write a line such as gpu = "h100-80gb".')
     if ("rails" in fields) != ("rail_gbits" in fields):
         raise ConfigError(
             f"cluster = {path} has one of rails and rail_gbits: write both, as rails = 8, rail_gbits = 400."
         )
     with _naming(path):
-        gpu = dataclasses.replace(_with_links(find_gpu(fields["gpu"]), fields), measured=measured)
+        gpu = _with_links(own or find_gpu(fields["gpu"]), fields)
+    if measured is not None and gpu.measured is not None:
+        raise ConfigError(f"cluster = {path} has gpu.efficiency, and [measured] which replaces it: omit one of them.")
+    gpu = dataclasses.replace(gpu, measured=measured or gpu.measured)
     given = {name: fields[name] for name in ("gpus", "price", "currency", "pue") if name in fields}
     return Cluster(fields.get("name", pathlib.Path(path).stem), gpu, watts=fields.get("watts", gpu.watts), **given)
 

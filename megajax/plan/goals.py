@@ -19,6 +19,7 @@ from megajax.plan.search import Candidate, NoLayout, Question
 TOKENS_PER_PARAMETER = 20
 USUAL_MFU = 0.45  # to guess which models to search
 MODELS_TRIED, COUNTS_TRIED = 4, 24
+SCALING = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +160,33 @@ def _counts(host: int) -> Iterator[int]:
     while host * size <= MOST_GPUS:
         yield from (host * (size + size * quarter // 4) for quarter in range(1, 5))
         size *= 2
+
+
+def scaling(question: Question, cluster: Cluster, tokens: float, counts: Sequence[int]) -> tuple[str, bool]:
+    """A row for each number of GPUs with its best layout, time and cost; and whether anything fits on any.
+
+    The global batch is the same for all. `counts`: none: SCALING.
+    """
+    lines = [
+        f"{question.model.name} on {cluster.gpu.name}, global batch {question.global_batch}, {tokens / 1e9:.0f}B tokens; "
+        "predicted:",
+        f"{'GPUs':>6}{'t':>4}{'p':>4}{'d':>6}{'c':>4}{'zero':>6}{'step s':>9}{'tokens/s':>13}{'MFU':>7}{'days':>8}"
+        f"{'GPU hours':>12}{'MWh':>9}{'money':>15}",
+    ]
+    fits = False
+    for count in counts or SCALING:
+        best = fastest(dataclasses.replace(question, gpus=count))
+        if best is None:
+            lines.append(f"{count:>6}  no layout is legal and fits")
+            continue
+        fits, parallel, cost = True, best.run.parallel, cluster.cost(count, best.days(tokens))
+        money = "" if cost.money is None else f"{cost.money:,.0f} {cluster.currency}"
+        lines.append(
+            f"{count:>6}{parallel.tensor:>4}{parallel.pipe:>4}{parallel.data:>6}{parallel.context:>4}{parallel.zero:>6}"
+            f"{best.time.total:>9.2f}{best.tokens_per_second:>13,.0f}{best.utilisation:>7.1%}{best.days(tokens):>8.1f}"
+            f"{cost.gpu_hours:>12,.0f}{cost.megawatt_hours:>9,.1f}{money:>15}"
+        )
+    return "\n".join(line.rstrip() for line in lines), fits
 
 
 def compare(question: Question, clusters: Sequence[Cluster], tokens: float) -> tuple[str, bool]:

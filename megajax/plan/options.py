@@ -3,10 +3,12 @@
 import argparse
 import dataclasses
 import functools
+import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from megajax.config import ConfigError, ModelConfig, ParallelConfig, preset
+from megajax.config import PRESETS, ConfigError, ModelConfig, ParallelConfig, preset
 from megajax.config.errors import divisors
 from megajax.config.options import Parser, add_options, option_names
 from megajax.estimate import model_costs
@@ -42,7 +44,7 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
     """
     if args.model is None and args.budget is None:
         raise ConfigError("model is not given: pass --model NAME, or --budget MONEY to be told which.")
-    model = preset(args.model or "tiny")  # with --budget the model is found, and this one replaced
+    model = model_named(args.model or "tiny")  # with --budget the model is found, and this one replaced
     changed = {name: value for name, value in vars(args).items() if name in option_names(ModelConfig)}
     for name in changed:
         if not hasattr(model, name):
@@ -66,6 +68,23 @@ def question_of(args: argparse.Namespace, cluster: Cluster) -> Question:
     choices = {name: getattr(args, field) for name, field in CHOICES.items()} | {"also": args.search}
     given |= {name: values and tuple(values) for name, values in choices.items()}
     return Question(model, args.gpus or cluster.gpus or 0, cluster.gpu, args.global_batch_size, **given)
+
+
+def is_directory(name: str) -> bool:
+    """Whether --model is a directory, or a name on the Hugging Face Hub, and not a preset."""
+    return name not in PRESETS and ("/" in name or os.path.isdir(name))
+
+
+@functools.cache
+def model_named(name: str) -> Any:
+    """The preset, or the model of a Hugging Face directory's config.json; raises ConfigError as these do."""
+    if not is_directory(name):
+        return preset(name)
+    # What reads a directory takes a while to import.
+    from megajax.data.hub import local_directory
+    from megajax.interop.hugging_face.config import read_config
+
+    return read_config(pathlib.Path(local_directory(name, "--model")))[1]
 
 
 def _check_expert(model: Any, degrees: Sequence[int]) -> None:
@@ -93,8 +112,9 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
     add(
         "--model",
         type=plain_text,
-        metavar="NAME",
-        help="preset, as of experiments.gpt3, or one that an --import registers; with --budget it may be left out",
+        metavar="NAME|DIR|ORG/NAME",
+        help="preset, as of experiments.gpt3, or one that an --import registers; or a directory with a Hugging Face model's "
+        "config.json, or its name on the Hub; with --budget it may be left out",
     )
     add(
         "--gpus",
@@ -128,6 +148,21 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
     asked.add_argument(
         "--deadline", type=number(below=1e5), metavar="DAYS", help="the fewest GPUs that train on --tokens in time"
     )
+    asked.add_argument(
+        "--scaling",
+        nargs="*",
+        type=whole(below=MOST_GPUS + 1),
+        metavar="COUNT",
+        help="a row for each of these numbers of GPUs, with time, MFU and cost (default: 16, 32, ..., 4096)",
+    )
+    add(
+        "--explain",
+        nargs="+",
+        type=plain_text,
+        metavar="t8",
+        help="why this layout is not the fastest: sizes such as t8 p16 d8 (letters of the table; c: context, e: expert, z: "
+        "zero), a schedule or a recompute mode",
+    )
     add("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the matmuls (default: bf16)")
     add(
         "--optimizer",
@@ -155,6 +190,13 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         default="plan.toml",
         metavar="FILE",
         help="where the fastest layout is written (default: plan.toml)",
+    )
+    add(
+        "--compile",
+        type=whole(),
+        metavar="COUNT",
+        help="compile so many of the rows, a minute or more for each, and write the one whose program is the fastest; it "
+        "needs the extra dryrun and no GPU",
     )
     add("--json", action="store_true", help="print the answer as JSON")
     add("--html", type=local_path, metavar="FILE", help="write the answer as a page for a browser")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from megajax.estimate import model_costs
 from megajax.estimate.error_bars import PAIRS, bar_of, comparison_bar
 from megajax.plan.best import Found, on_mesh
 from megajax.plan.cluster import Cluster
+from megajax.plan.compiled import Compiled
 from megajax.plan.search import (
     MEMORY_MARGIN,
     Candidate,
@@ -176,8 +178,11 @@ def accuracy(best: Candidate) -> str:
     )
 
 
-def answer(found: Answer) -> dict[str, Any]:
-    """The question, the size of the search, and the layouts that are shown; if nothing fits, what to pass."""
+def answer(found: Answer, compiled: Sequence[Compiled] = ()) -> dict[str, Any]:
+    """The question, the size of the search, and the layouts that are shown; if nothing fits, what to pass.
+
+    Those that were compiled have the compiled program's figures too.
+    """
     question, gpu, costs = found.question, found.question.gpu, model_costs(found.question.model)
     return {
         "model": question.model.name,
@@ -194,7 +199,10 @@ def answer(found: Answer) -> dict[str, Any]:
         "software": "megajax",
         "predicted": True,
         "priced_layouts": found.found.priced,
-        "layouts": [_layout(one, found) for one in found.shown],
+        "layouts": [
+            _layout(one, found) | (_compiled(own) if own else {})
+            for one, own in itertools.zip_longest(found.shown, compiled)
+        ],
     } | ({} if found.fitting else {"remedy": remedy(found.candidates[0])})
 
 
@@ -221,6 +229,12 @@ def _layout(one: Candidate, found: Answer) -> dict[str, Any]:
         "memory_is_tight": one.is_tight,
         "cost": {**dataclasses.asdict(cost), "currency": found.cluster.currency},
     }
+
+
+def _compiled(one: Compiled) -> dict[str, Any]:
+    if one.seconds is None:
+        return {"compiled": {"failed": one.problem}}
+    return {"compiled": {"step_seconds": one.seconds, "memory_bytes": one.peak, "fits": one.fits}}
 
 
 def heading(found: Answer, seconds: float) -> str:

@@ -1,9 +1,9 @@
 """The layouts of a model on a cluster, with their memory and time: which fit, and which is fastest.
 
-The search is exhaustive: all combinations of the values that `layouts.FIELDS` declares and the question asks for. Layouts
+`search` is exhaustive: all combinations of the values that `layouts.FIELDS` declares and the question asks for. Layouts
 that `RunConfig.validate` refuses are left out, memory is counted (`estimate/memory.py`), and layouts that fit are timed
 (`estimate/step_time.py`). There are no heuristics: 2104.04473's takeaways must follow from the estimates, and `explain.py`
-shows whether they do.
+shows whether they do. The planner's commands find the same layouts without pricing all of them (`best.py`).
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import compiled as questions
 from benchmarks.compiled import SETS
 from megajax.config import ParallelConfig
-from megajax.estimate.error_bars import COMPARISON, comparison_bar
+from megajax.estimate.error_bars import COMPARISON, PAIRS, comparison_bar, pair_kinds
 
 ROWS = [row for (kind, _), rows in questions.read().items() for row in rows if kind == "questions"]
 WINNERS = {row["name"]: row for row in ROWS if row["place"] == 1}
@@ -64,11 +64,19 @@ def test_a_comparison_is_off_by_the_difference_of_two_errors():
     assert questions.comparison_error([[0.02, -0.01], [0.5]]) == pytest.approx(math.log(1.02 / 0.99))
 
 
-def test_the_bar_of_a_comparison_is_the_larger_kinds():
-    """Of FSDP no layouts were compiled: two independent predictions, each off by the published spread."""
+def test_the_bar_of_a_comparison_is_that_of_what_differs():
     plain, sharded = ParallelConfig(data=8), ParallelConfig(data=8, zero=3)
-    assert comparison_bar(plain, plain) == COMPARISON
-    assert comparison_bar(plain, sharded) == pytest.approx(math.sqrt(2) * 0.087)
+    assert comparison_bar(plain, plain) == COMPARISON == comparison_bar(plain)
+    assert comparison_bar(plain, sharded) == PAIRS["ZeRO"]
+    split = ParallelConfig(data=4, pipe=2, schedule="zb_h1", zero=1)
+    assert pair_kinds(plain, split) == ["ZeRO", "split backwards"]
+    assert comparison_bar(plain, split) == max(PAIRS["ZeRO"], PAIRS["split backwards"])
+
+
+def test_the_bars_of_kinds_are_those_of_all_pairs_of_compiled_programs():
+    found = {kind: (count, error) for kind, count, error in questions.errors_of_pairs()}
+    assert list(found) == list(PAIRS) and all(count >= 10 for count, _ in found.values())
+    assert {kind: error for kind, (_, error) in found.items()} == pytest.approx(PAIRS, abs=1e-3)
 
 
 def test_the_rows_are_of_the_questions_models_and_gpus():
