@@ -180,12 +180,13 @@ class StepProgram:
 
         If it computes the activation again, in a loop where XLA cannot take the forward's, and nothing later needs it. And
         not where XLA hides the gradient's all-gather behind that: in merged ticks of several stages, whose forwards write to
-        the stash after the backward has read it, there is nothing else (Llama-2 7B: 24 ms less, 29 ms more exposed).
+        the stash after the backward has read it, there is nothing else (Llama-2 7B: 24 ms less, 29 ms more exposed); nor is
+        there with ZeRO-3, which gathers weights too.
         """
         parallel, matmuls = self.run.parallel, self.run.train.matmul_dtype
         again = parallel.recompute != "none" and parallel.recompute_blocks == 1 and not (self.splits or self.unrolls)
         nothing_to_hide = parallel.tensor == 1 or (self.merges and parallel.pipe == 1)
-        return self.in_place and again and nothing_to_hide and matmuls is None
+        return self.in_place and again and nothing_to_hide and parallel.zero < 3 and matmuls is None
 
     # Collectives.
 
