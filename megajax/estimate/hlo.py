@@ -153,7 +153,8 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     """
     program, parallel = StepProgram.of(run), run.parallel
     schedule, layers = program.schedule, program.layers
-    blocks, one_order = layers.in_groups.slots, not layers.kinds or layers.same_stages
+    blocks, one_order = layers.in_groups.slots, layers.same_stages if layers.kinds else not program.skips_slots
+    each = layers.layers / layers.group / layers.stages if program.skips_slots else blocks
     no_choice = parallel.chunks == 1 and one_order and program.drains  # 2BW has two versions
     every = [works for tick in schedule.ticks for works in tick]
     pairs = sum(map(schedule.overlaps, every)) / OVERLAP_PARTS / schedule.stages
@@ -169,10 +170,10 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
         static = full[op] if no_choice else 0
         several = min(max(parts), blocks) if op == BACKWARD and not schedule.split else 1
         chosen = total - pairs - (merged if merged and op in MERGED else static)
-        loops = total - full[op]
+        loops = total - full[op] * (not program.skips_slots)
         if schedule.split and op != FORWARD:  # a pair's backward is whole
             loops = pairs if op == BACKWARD else total - pairs
-        found |= {op: loops * blocks, op + BRANCHES: chosen * several}
+        found |= {op: loops * each, op + BRANCHES: chosen * several}
     found |= {MERGED + BRANCHES: merged + pairs * min(OVERLAP_PARTS, blocks)}
     return found | {SEND + BRANCHES: float(slot_tables(schedule).rows.sends[:, 0].sum())} if pairs else found
 

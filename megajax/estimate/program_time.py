@@ -121,7 +121,7 @@ class Program(Kernels):
     @property
     def _shares_ends(self) -> bool:
         """Whether no stage has the ends alone, or all run their empty slots too."""
-        return self.sharding.vocabulary_over_pipe or not self.program.layers.skips_slots
+        return self.sharding.vocabulary_over_pipe or not self.program.skips_slots
 
     @property
     def _fewer(self) -> list[int]:

@@ -142,6 +142,11 @@ class StepProgram:
         return bool(self.run.parallel.rings)
 
     @property
+    def skips_slots(self) -> bool:
+        """Whether stages run their own blocks only, and nothing for their empty slots."""
+        return self.layers.skips_slots and not self.computes_bubbles
+
+    @property
     def merges(self) -> bool:
         """Whether ticks in which every rank has a forward and a backward run both in one loop over blocks.
 
@@ -150,7 +155,7 @@ class StepProgram:
         """
         parallel = self.run.parallel
         collectives = parallel.tensor > 1 or parallel.expert > 1
-        return self.in_place and collectives and not self.kinds and self.drains and not self.layers.skips_slots
+        return self.in_place and collectives and not self.kinds and self.drains and not self.skips_slots
 
     @functools.cached_property
     def unrolls(self) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.stage_layout import layers_of_stages
 from megajax.estimate.gpus import find_gpu
+from megajax.estimate.hlo import loop_trip_counts
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.program_time import Program
 from megajax.pipeline.program import StepProgram
@@ -116,6 +117,15 @@ def test_ticks_do_not_merge_where_stages_differ():
     assert StepProgram.of(run_of(**merged)).merges
     assert not StepProgram.of(run_of(**merged, pipeline_layout="0,4,4,0")).merges
     assert StepProgram.of(run_of(**merged, pipeline_layout="2,2,2,2")).merges
+
+
+def test_the_loops_of_a_program_are_those_of_the_layers():
+    """Of four layers a rank has two, in each of 16 microbatches; in a loop whose length is known at run time only."""
+    options = {"pipe": 2, "schedule": "eager_1f1b", "chunks": 1}
+    model = dataclasses.replace(MODEL, layers=4)
+    of = lambda layout: loop_trip_counts(run_of(model, **options, pipeline_layout=layout))  # noqa: E731
+    assert of("2,2") == of(None)
+    assert of("4,0")["F"] == of("4,0")["B"] == 16 * 2 > of(None)["F"]
 
 
 @pytest.mark.parametrize(("pipe", "chunks", "routes"), [(2, 4, 2), (4, 2, 4)])
