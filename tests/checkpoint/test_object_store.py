@@ -11,7 +11,7 @@ import pytest
 import upath
 
 from megajax.checkpoint import mirror, object_store, store_folders, store_lock
-from megajax.checkpoint.directory import COMMITTED, NAME, choose, complete_steps
+from megajax.checkpoint.directory import COMMITTED, NAME, PROBE, choose, complete_steps
 from megajax.checkpoint.mirror import Mirror, fetch
 from megajax.checkpoint.run_files import refuse_foreign
 from megajax.checkpoint.store_lock import StoreLock, _Lease
@@ -54,7 +54,8 @@ def test_a_checkpoint_is_complete_with_the_object_that_is_written_last(folder):
     object_store.write(folder / "step_5" / COMMITTED, b"")
     assert complete_steps(folder) == [3, 7]
     store_folders.make_writable(folder)
-    assert {path.name for path in object_store.children(folder)} == {NAME.format(3), NAME.format(7), "step_5"}
+    kept = {NAME.format(3), NAME.format(7), "step_5", PROBE}
+    assert {path.name for path in object_store.children(folder)} == kept
     store_folders.delete(folder / NAME.format(3))
     store_folders.move(folder / NAME.format(7), folder / "step_00000007.set-aside-1")
     assert complete_steps(folder) == []

@@ -60,7 +60,7 @@ CASES = {  # name: kinds of faults, share of the requests, seconds after a save 
     "503": (("503",), 0.12, 2.0),
     "half": (("half",), 0.1, 1.0),
     "drop": (("drop",), 0.12, None),
-    "lost answer": (("lost answer",), 0.1, 3.0),
+    "lost": (("lost answer",), 0.1, 3.0),
     "all": (FAULTS, 0.12, 1.5),
 }
 
@@ -68,7 +68,7 @@ CASES = {  # name: kinds of faults, share of the requests, seconds after a save 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_with_faults_loses_no_checkpoint_and_resumes_equal(tmp_path, store, undisturbed, case):
     kinds, share, killed_after = CASES[case]
-    place = f"{store.scheme}://bucket/runs/{case.replace(' ', '_')}"
+    place = f"{store.scheme}://bucket/runs/{case}"
     store.proxy.counts.clear()
     store.proxy.fault = random_faults(kinds, share, seed=len(case))
     settings = {"steps": STEPS, "every": 10, "place": place}
