@@ -15,6 +15,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,6 +102,7 @@ def errors_of(path: Path) -> contextlib.AbstractContextManager[None]:
 def _reason(error: Exception) -> str:
     """The cause on one line."""
     text = " ".join(str(getattr(error, "strerror", None) or error).split())
+    text = re.sub(r"(https?://[^\s\"'?]+)\?[^\s\"']*", r"\1", text)  # of a request, whose query may be signed
     if isinstance(error, FileNotFoundError):
         return text if "bucket" in text.lower().split() else "there is no such object or bucket"
     if isinstance(error, PermissionError):

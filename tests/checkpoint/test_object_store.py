@@ -10,7 +10,7 @@ import fsspec
 import pytest
 import upath
 
-from megajax.checkpoint import mirror, object_store, store_folders, store_lock
+from megajax.checkpoint import mirror, object_store, store_drivers, store_folders, store_lock
 from megajax.checkpoint.directory import COMMITTED, NAME, PROBE, choose, complete_steps
 from megajax.checkpoint.mirror import Mirror, fetch
 from megajax.checkpoint.run_files import refuse_foreign
@@ -214,3 +214,15 @@ def _without_upath(original):
         return original(name, *arguments, **named)
 
     return load
+
+
+def test_the_drivers_of_arrays_are_those_of_their_places(monkeypatch):
+    monkeypatch.delenv("TENSORSTORE_GCS_BACKEND", raising=False)
+    found = store_drivers.kvstore("gs://bucket/runs/a")
+    assert {name: found[name] for name in ("driver", "bucket", "path")} == {
+        **{"driver": "gcs", "bucket": "bucket", "path": "runs/a"}
+    }
+    assert [store_drivers._normalized(path) for path in ("s3://b//x/", "gs:/b/x", "/a//b/", "/a/s3:/b")] == [
+        *("s3://b/x", "gs://b/x", "/a/b", "/a/s3:/b")
+    ]
+    assert store_drivers.orbax_path(pathlib.Path("/a/b")) == pathlib.Path("/a/b")
