@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from megajax.checkpoint import durable, layout, store_folders
-from megajax.checkpoint.directory import NAME, complete_steps, is_complete
+from megajax.checkpoint.directory import NAME, complete_steps, step_of, steps_of
 from megajax.checkpoint.layout import StateLayout
 from megajax.checkpoint.lock import DirectoryLock
 from megajax.checkpoint.metadata import FORMAT, Progress
@@ -73,6 +73,8 @@ class Checkpoints:
         self._remote = is_remote(self.directory)
         if jax.process_index() == 0:
             (store_folders.make_writable if self._remote else _make_writable)(self.directory)
+        # The steps in an object store: between steps it is not asked, since it may not answer.
+        self._stored = set(steps_of(self.directory)) if self._remote else set()
         self._writer, self._deleter = ThreadPoolExecutor(1, "save"), ThreadPoolExecutor(1, "delete")
         self._pending: tuple[int, float, Future] | None = None  # step, start time, and result of the save in progress
         self._saves, self._bytes = 0, 0
@@ -99,7 +101,7 @@ class Checkpoints:
         """
         messages = self.wait() + (self.lock.check(now=True) if self.lock else [])
         path = self.directory / NAME.format(progress.step)
-        if is_complete(path):
+        if progress.step in self._stored if self._remote else path.is_dir():
             return messages
         if jax.process_index() == 0 and not self._remote and not self.directory.exists():
             messages.append(f"warning: {self.directory} has vanished, with the checkpoints in it, and is created again")
@@ -145,10 +147,11 @@ class Checkpoints:
         return messages
 
     def _success(self, step: int, seconds: float) -> str:
+        self._stored.add(step)
         if jax.process_index() == 0:
             for old in self._superfluous():
                 if self._remote:
-                    self._deleter.submit(store_folders.delete, old)
+                    self._deleter.submit(self._delete_from_store, old)
                     continue
                 with contextlib.suppress(OSError):  # it is tried again after the next save
                     renamed = old.rename(old.with_name(old.name + DELETING))
@@ -157,11 +160,13 @@ class Checkpoints:
         return f"step {step}: checkpoint saved, {size} in {seconds:.1f} s (training waited {waited:.2f} s)"
 
     def steps(self) -> list[int]:
-        """The complete checkpoints; none if the store does not answer."""
-        try:
-            return complete_steps(self.directory)
-        except OSError:
-            return []
+        """The steps of the complete checkpoints, ascending."""
+        return sorted(tuple(self._stored)) if self._remote else complete_steps(self.directory)
+
+    def _delete_from_store(self, path: Path) -> None:
+        with contextlib.suppress(OSError):  # it is tried again after the next save
+            store_folders.delete(path)
+            self._stored.discard(step_of(path))
 
     def _superfluous(self) -> list[Path]:
         every = self.output.keep_every
@@ -211,6 +216,7 @@ class Checkpoints:
                     path.rename(aside)
                     durable.sync(self.directory)
                 messages.append(f"the checkpoint of step {step} is now called {aside.name}")
+        self._stored = {step for step in self._stored if step <= after}
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("checkpoints set aside")
         return messages

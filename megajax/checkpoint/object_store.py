@@ -15,6 +15,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,7 +67,10 @@ def place(path: str | Path) -> Path:
 
         scheme = path.partition("://")[0]
         # Other processes, and tensorstore, change the objects too: lists are never kept.
-        fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
+        settings = fsspec.config.conf.setdefault(scheme, {})
+        settings.setdefault("use_listings_cache", False)
+        if scheme == "s3" and "AWS_MAX_ATTEMPTS" not in os.environ:  # of each of the five tries of s3fs
+            settings.setdefault("config_kwargs", {"retries": {"total_max_attempts": 3, "mode": "standard"}})
         __import__(LIBRARIES[scheme])
         found = upath.UPath(path.rstrip("/"))
         with store_errors():
@@ -98,6 +102,7 @@ def errors_of(path: Path) -> contextlib.AbstractContextManager[None]:
 def _reason(error: Exception) -> str:
     """The cause on one line."""
     text = " ".join(str(getattr(error, "strerror", None) or error).split())
+    text = re.sub(r"(https?://[^\s\"'?]+)\?[^\s\"']*", r"\1", text)  # of a request, whose query may be signed
     if isinstance(error, FileNotFoundError):
         return text if "bucket" in text.lower().split() else "there is no such object or bucket"
     if isinstance(error, PermissionError):

@@ -52,7 +52,8 @@ class Control:
 
     Attributes:
       run: the configuration.
-      run_dir: the run directory; None: the run has none.
+      run_dir: the run directory, or the folder of this machine that is copied to one in an object store; None: the run has
+        none.
       is_first: whether this is process 0, the one that should write files and print.
     """
 

@@ -10,8 +10,8 @@ import fsspec
 import pytest
 import upath
 
-from megajax.checkpoint import mirror, object_store, store_folders, store_lock
-from megajax.checkpoint.directory import COMMITTED, NAME, choose, complete_steps
+from megajax.checkpoint import mirror, object_store, store_drivers, store_folders, store_lock
+from megajax.checkpoint.directory import COMMITTED, NAME, PROBE, choose, complete_steps
 from megajax.checkpoint.mirror import Mirror, fetch
 from megajax.checkpoint.run_files import refuse_foreign
 from megajax.checkpoint.store_lock import StoreLock, _Lease
@@ -54,7 +54,8 @@ def test_a_checkpoint_is_complete_with_the_object_that_is_written_last(folder):
     object_store.write(folder / "step_5" / COMMITTED, b"")
     assert complete_steps(folder) == [3, 7]
     store_folders.make_writable(folder)
-    assert {path.name for path in object_store.children(folder)} == {NAME.format(3), NAME.format(7), "step_5"}
+    kept = {NAME.format(3), NAME.format(7), "step_5", PROBE}
+    assert {path.name for path in object_store.children(folder)} == kept
     store_folders.delete(folder / NAME.format(3))
     store_folders.move(folder / NAME.format(7), folder / "step_00000007.set-aside-1")
     assert complete_steps(folder) == []
@@ -213,3 +214,15 @@ def _without_upath(original):
         return original(name, *arguments, **named)
 
     return load
+
+
+def test_the_drivers_of_arrays_are_those_of_their_places(monkeypatch):
+    monkeypatch.delenv("TENSORSTORE_GCS_BACKEND", raising=False)
+    found = store_drivers.kvstore("gs://bucket/runs/a")
+    assert {name: found[name] for name in ("driver", "bucket", "path")} == {
+        **{"driver": "gcs", "bucket": "bucket", "path": "runs/a"}
+    }
+    assert [store_drivers._normalized(path) for path in ("s3://b//x/", "gs:/b/x", "/a//b/", "/a/s3:/b")] == [
+        *("s3://b/x", "gs://b/x", "/a/b", "/a/s3:/b")
+    ]
+    assert store_drivers.orbax_path(pathlib.Path("/a/b")) == pathlib.Path("/a/b")
