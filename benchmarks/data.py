@@ -36,7 +36,7 @@ from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path
 
 SEQUENCE_LENGTH = 2048
-PARTS = ("preprocess", "index", "blend", "loader", "stream", "step")
+PARTS = ("preprocess", "index", "blend", "loader", "stream", "step", "waits")
 STREAMED = 2048  # samples
 
 
@@ -301,6 +301,49 @@ def step_rows(folder: pathlib.Path, options) -> list[dict]:
                 jax.block_until_ready(metrics)
             total = time.perf_counter() - start
             rows.append({"what": name, "seconds a step": total / options.steps, "waiting": f"{sum(waits) / total:.3%}"})
+    return rows
+
+
+def waits_rows(folder: pathlib.Path, options) -> list[dict]:
+    """Time that the steps of the first command's model wait for a stream, and for a pair; the first batch apart."""
+    from megajax.config import PRESETS, DataConfig, ParallelConfig, RunConfig, TrainConfig
+    from megajax.data.prefetch import Prefetch
+    from megajax.data.source import open_data
+    from megajax.runtime.mesh import make_mesh, start_devices
+
+    devices = start_devices("cpu:1")
+    import jax
+
+    from megajax.train.step import make_training
+
+    path = folder / "corpus.jsonl"
+    corpus(path, options.megabytes)
+    words = ["--input", path, "--out", folder / "out", "--tokenizer", "byte", "--workers", "2"]
+    subprocess.run([sys.executable, "-m", "megajax.data.preprocess", *words], check=True, capture_output=True)
+    train = TrainConfig(global_batch_size=16, steps=options.steps + 2, warmup_steps=1, validation_batches=0)
+    rows, training = [], None
+    for workers in (None, 1, 2):
+        source = {"data_path": (str(folder / "out"),), "split": "1,0,0"}
+        if workers is not None:
+            source = {"stream": (str(path),), "stream_workers": workers}
+        run = RunConfig(
+            PRESETS["tiny"], ParallelConfig(microbatch_size=4), train, DataConfig(tokenizer="byte", **source)
+        )
+        training = training or make_training(run, make_mesh(run.parallel, devices))
+        data, state, waits, start = open_data(run), training.init_state(), [], time.perf_counter()
+        with Prefetch(data.batches, training.batch_sharding) as ahead:
+            for step in range(options.steps + 1):
+                requested = time.perf_counter()
+                batch = ahead.batch(step * train.global_batch_size)
+                waits.append(time.perf_counter() - requested)
+                state, metrics = training.train_step(state, batch)
+                jax.block_until_ready(metrics)
+                start = time.perf_counter() if not step else start  # after the compilation
+        total = time.perf_counter() - start
+        getattr(data.batches, "close", lambda: None)()
+        name = "preprocessed .bin" if workers is None else f"--stream-workers {workers}"
+        row = {"what": name, "first batch, s": waits[0], "seconds a step": total / options.steps}
+        rows.append(row | {"longest wait, s": max(waits[1:]), "waiting": f"{sum(waits[1:]) / total:.3%}"})
     return rows
 
 

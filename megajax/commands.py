@@ -40,7 +40,9 @@ GROUPS: dict[str, dict[str, Command]] = {
         "preprocess": Command(
             "megajax.data.preprocess", "tokenize text into .bin and .idx; merge, inspect and verify them"
         ),
-        "inspect": Command("megajax.checkpoint.inspect", "show what a checkpoint contains, and verify its checksums"),
+        "inspect": Command(
+            "megajax.checkpoint.inspect", "show what a checkpoint contains, and verify it; show a training's data"
+        ),
         "import": Command(
             "megajax.interop.hugging_face",
             "weights of a Hugging Face model or a GGUF file to a run directory",

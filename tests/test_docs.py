@@ -28,6 +28,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SUBCOMMANDS = ("merge", "inspect", "verify", "import", "export")
 # Commands that also take every option of the training command.
 WITH_TRAINING_OPTIONS = (
+    "megajax.checkpoint.inspect",  # after --
     "megajax.launch",
     "megajax.plan.dryrun",
     "megajax.verify",

@@ -1,6 +1,9 @@
 """Shows what a checkpoint contains, without the run: `python -m megajax.checkpoint.inspect DIR [--verify] [--arrays]`.
 
-With --sample N it shows a sample of the run's training data instead: tokens, text, document and file.
+With --sample N it shows a sample of the run's training data instead: tokens, text, document and file; with --batch N all
+of the batch of step N; with --statistics the documents of each source. After -- stand options of a training in place of DIR:
+
+python -m megajax.checkpoint.inspect --batch 1 --html batch.html -- --data-path corpus --tokenizer gpt2 --model gpt3-1.3b
 """
 
 import argparse
@@ -11,45 +14,72 @@ from collections.abc import Sequence
 from typing import Any
 
 from megajax.checkpoint import checksums, layout
+from megajax.checkpoint.data_view import show_data
 from megajax.checkpoint.directory import NAME, is_complete, steps_of
 from megajax.checkpoint.manager import format_size
-from megajax.checkpoint.mirror import local_files
 from megajax.checkpoint.object_store import Path, files_below, is_remote, place
 from megajax.checkpoint.reader import arrays_in, read_meta
 from megajax.config import ConfigError
-from megajax.config.cli import parse
 from megajax.config.options import Parser, add_trust
-from megajax.data.sample_report import report_sample
-from megajax.data.tokenizers import load_tokenizer
 from megajax.runtime.mesh import start_devices
 from megajax.schedules.arguments import whole
 from megajax.schedules.errors import counted, exit_code, one_line
-from megajax.schedules.paths import store_path
+from megajax.schedules.paths import local_path, store_path
+from megajax.schedules.pictures import picture_file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the checkpoints in a directory; returns 0, or 2 if one cannot be read or, with --verify, is damaged."""
     parser = Parser(prog="python -m megajax.checkpoint.inspect", description=__doc__, allow_abbrev=False)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    own, training = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, None)
     parser.add_argument(
-        "directory", metavar="DIR", type=store_path, help="a run's directory, its checkpoints/, or one checkpoint"
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        type=store_path,
+        help="a run's directory, its checkpoints/, or one checkpoint",
     )
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     parser.add_argument("--arrays", action="store_true", help="list the newest checkpoint's arrays: name, shape, bytes")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
         "--sample",
         type=whole(0),
         metavar="N",
         help="show sample N of the training of this run's directory: tokens, text, document and file",
     )
+    what.add_argument("--batch", type=whole(), metavar="N", help="show all samples of the batch of step N")
+    what.add_argument(
+        "--statistics", action="store_true", help="documents, tokens and tokens a word of each source of the training"
+    )
+    parser.add_argument(
+        "--html", type=local_path, metavar="FILE", help="write the samples or statistics there, in colour"
+    )
+    parser.add_argument(
+        "--picture", type=picture_file, metavar="FILE", help="of --statistics: draw them (.svg, .png, .pdf)"
+    )
     add_trust(parser)
-    return exit_code(lambda: _inspect(parser.parse_args(arguments)))
+    return exit_code(lambda: _inspect(parser.parse_args(own), training))
 
 
-def _inspect(options: argparse.Namespace) -> int:
+def _inspect(options: argparse.Namespace, training: list[str] | None) -> int:
+    of_data = options.sample is not None or options.batch is not None or options.statistics
+    if (options.directory is None) == (training is None):
+        raise ConfigError(
+            "give a run's directory, or `--` and the options of a training" + " - not both" * bool(training)
+        )
+    if not of_data:
+        for name, given in (("--", training is not None), ("--html", options.html)):
+            if given:
+                raise ConfigError(f"{name} is of --sample N, --batch N or --statistics: pass one of them")
+    elif options.verify or options.arrays:
+        raise ConfigError(f"--{'verify' if options.verify else 'arrays'} is of checkpoints: omit it, or show no data")
+    if options.picture and not options.statistics:
+        raise ConfigError("--picture is of --statistics: pass it, or --html for samples")
     start_devices("cpu")  # orbax asks jax for the process index, which starts a backend; no GPU is needed for that
-    if options.sample is not None:
-        for line in _sample(place(options.directory), options.sample, options.trust):
-            print(line)
+    if of_data:
+        show_data(options, training)
         return 0
     try:
         paths = _checkpoints(place(options.directory))
@@ -59,17 +89,6 @@ def _inspect(options: argparse.Namespace) -> int:
     except OSError as error:  # a directory that may not be read
         raise ConfigError(f"cannot read {error.filename or options.directory}: {error.strerror}") from error
     return 0 if all(sound) else 2
-
-
-def _sample(directory: Path, number: int, trust: bool) -> list[str]:
-    """The lines about a sample of the run that a directory is of."""
-    config = local_files(directory) / "config.toml"
-    if not config.is_file():
-        raise ConfigError(f"{directory} has no config.toml: give the directory of a training run for --sample")
-    words = ["--config", str(config), *(["--trust"] if trust else [])]
-    request = parse(words, "", {"model": "tiny"})  # the file has all fields
-    run = request.run(request.devices_needed or 1, "fp32")
-    return report_sample(run, load_tokenizer(run.data.tokenizer, run.data.end_of_document), number)
 
 
 def _checkpoints(directory: Path) -> list[Path]:

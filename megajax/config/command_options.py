@@ -31,9 +31,9 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     ),
     "preprocess": _words(
         "--bad-lines --documents --end-of-document --input --keys --longest-document --no-end-of-document --out --overwrite "
-        "--shard --shards --split --split-sentences --subset --text-documents --tokenizer --workers"
+        "--ray --shard --shards --split --split-sentences --subset --text-documents --tokenizer --workers"
     ),
-    "inspect": _words("--arrays --sample --trust --verify"),
+    "inspect": _words("--arrays --batch --html --picture --sample --statistics --trust --verify"),
     "import": LAUNCH | _words("--end-of-document --run-dir --sequence-length --tokenizer"),
     "import-megatron": LAUNCH | _words("--end-of-document --run-dir --sequence-length --step --tokenizer --vocabulary"),
     "export": LAUNCH | _words("--dtype --ema --max-shard-size --out --peft --step"),

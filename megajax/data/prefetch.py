@@ -52,6 +52,11 @@ class Prefetch:
         self.waited += time.perf_counter() - start
         return batch
 
+    def progress(self, consumed_samples: int) -> list[str]:
+        """Lines for the log about the data after so many samples; none for data whose samples are numbered."""
+        progress = getattr(self.loader, "progress", None)
+        return progress(consumed_samples) if progress else []
+
     def close(self) -> None:
         """Stops prefetching."""
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -28,6 +28,7 @@ from megajax.config import ConfigError
 from megajax.config.options import Parser
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dtype_for
 from megajax.data.pair_sums import verify_known
+from megajax.data.ray_shards import run_shards
 from megajax.data.recipe import Recipe
 from megajax.data.remote import expanded
 from megajax.data.shards import Shard, merge_shards, parse_shard
@@ -111,13 +112,23 @@ def _preprocess(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--workers", type=whole(below=1025), default=_cores(), help="processes (one per core)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
-    parser.add_argument(
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument(
         "--shard",
         type=parse_shard,
         metavar="INDEX/COUNT",
         help="read this part of the sources, 0/64 to 63/64, and write PREFIX.INDEX-of-COUNT; not again if it is complete",
     )
+    parts.add_argument(
+        "--ray",
+        type=whole(),
+        metavar="COUNT",
+        help="write COUNT shards, as tasks of a Ray cluster with --workers cores each",
+    )
     options = parser.parse_args(arguments)
+    if options.ray:
+        run_shards(arguments, options.ray, options.workers)
+        return
     recipe = Recipe(
         options.tokenizer,
         options.end_of_document,

@@ -157,6 +157,17 @@ class StreamSamples:
         """What a checkpoint after that many samples stores."""
         return self._states.get(consumed_samples // self.size)
 
+    def progress(self, consumed_samples: int) -> list[str]:
+        """A line for the log: the tokens of so many samples, and where each source is; none if that is not known."""
+        if (state := self.state(consumed_samples)) is None:
+            return []
+        places = [Position(*one) for one in json.loads(state)["positions"]]
+        at = "; ".join(
+            f"{source.name}: epoch {place.epoch}, file {place.file + 1} of {len(source.paths)}, line {place.line:,}"
+            for source, place in zip(self.streams, places, strict=True)
+        )
+        return [f"stream    {consumed_samples * self.sequence_length:,} tokens drawn; {at}"]
+
     def restore(self, consumed_samples: int, stored: str | None) -> list[str]:
         """Continues after that many samples; returns messages.
 
@@ -295,6 +306,7 @@ class StreamLoader(RampedLoader):
         """`loader`: of `StreamSamples`."""
         super().__init__(loader, run)
         self.state, self.restore, self.close = self.samples.state, self.samples.restore, self.samples.close
+        self.progress = self.samples.progress
 
 
 def _number(word: str) -> float | None:

@@ -30,6 +30,7 @@ from megajax.checkpoint.replicated import ReplicatedState
 from megajax.checkpoint.writer import reason_of
 from megajax.config import ConfigError
 from megajax.config.batch_ramp import batch_size
+from megajax.data.prefetch import Prefetch
 from megajax.estimate.gpus import Peak
 from megajax.runtime.preemption import Preemption
 from megajax.runtime.watchdog import Watchdog
@@ -376,7 +377,10 @@ class Loop:
         with self.goodput.during("saving"):
             messages = checkpoints.save(*self.training.stored(self.state), progress)
             messages += checkpoints.wait() if wait else []
-        for text in messages:
+        for text in [
+            *messages,
+            *(self.batches.progress(progress.samples) if isinstance(self.batches, Prefetch) else []),
+        ]:
             self.log.message(text)
         self.hooks.callbacks.saved(checkpoints)
         if wait and checkpoints.failed:

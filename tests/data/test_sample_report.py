@@ -10,6 +10,7 @@ from megajax.checkpoint.inspect import main
 from megajax.config import ConfigError, DataConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.config.toml import config_tables, toml_text
 from megajax.data.indexed import IndexedWriter
+from megajax.data.sample_reader import SampleReader
 from megajax.data.sample_report import report_sample
 from megajax.data.tokenizers import load_tokenizer
 from tests import small
@@ -36,7 +37,7 @@ def test_a_sample_of_datasets_names_its_documents_and_their_tokens(tmp_path):
     texts = ["The first document is this one.", "A second.", "And here, \nthe third of them."]
     run = make_run(documents(tmp_path, *texts))
     for number in range(12):
-        lines = report_sample(run, BYTES, number)
+        lines = report_sample(SampleReader(run, BYTES), number)
         step, microbatch = number // 4 + 1, number % 4 // 2 + 1
         assert lines[0] == f"sample {number} of the run: step {step}, microbatch {microbatch} of 2"
         joined = ""
@@ -63,7 +64,7 @@ def test_a_packed_row_shows_each_of_its_samples_and_no_padding(tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = make_run(DataConfig(tokenizer="byte", sft_data=(str(file),)))
-    lines = report_sample(run, BYTES, 0)
+    lines = report_sample(SampleReader(run, BYTES), 0)
     assert [line for line in lines if line.startswith("  from")] == [
         f"  from     {file}: sample {number}" for number in (2, 0, 1)
     ]
@@ -79,7 +80,7 @@ def test_the_command(tmp_path, capsys):
     assert main([str(tmp_path), "--sample", "5"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("sample 5 of the run: step 2, microbatch 1 of 2\n  from     the text's tokens ")
-    assert out.splitlines() == report_sample(run, BYTES, 5)
+    assert out.splitlines() == report_sample(SampleReader(run, BYTES), 5)
     assert main([str(tmp_path), "--sample", "80"]) == 2
     assert capsys.readouterr().err == "error: --sample 80: the run has samples 0 to 79\n"
     assert main([str(tmp_path / "none"), "--sample", "1"]) == 2
@@ -88,4 +89,4 @@ def test_the_command(tmp_path, capsys):
 
 def test_a_sample_that_the_run_does_not_have(tmp_path):
     with pytest.raises(ConfigError, match="the run has samples 0 to 79"):
-        report_sample(make_run(documents(tmp_path, "abc" * 30)), BYTES, -1)
+        report_sample(SampleReader(make_run(documents(tmp_path, "abc" * 30)), BYTES), -1)

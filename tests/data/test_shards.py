@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import sys
+import types
 
 import pytest
 
@@ -47,7 +49,7 @@ def pair(name: str) -> list[bytes]:
     return [pathlib.Path(f"{name}.{end}").read_bytes() for end in ("bin", "idx", "sums.json")]
 
 
-@pytest.mark.parametrize("count", [1, 3, FILES])
+@pytest.mark.parametrize("count", [3, FILES])
 def test_merged_shards_are_the_pair_of_one_process(folder, capsys, count):
     assert run(out="whole") == 0
     for index in reversed(range(count)):
@@ -56,7 +58,7 @@ def test_merged_shards_are_the_pair_of_one_process(folder, capsys, count):
     assert merged() == 0
     assert capsys.readouterr().out == (
         "part_text: 28 documents, 2,044 tokens of uint16\npart_title: 28 documents, 56 tokens of uint16\n"
-        f"{count} shard{'s' * (count > 1)} of 7 sources, 0.0 MB of text; 7 bad lines skipped\n"
+        f"{count} shards of 7 sources, 0.0 MB of text; 7 bad lines skipped\n"
     )
     assert [pair(f"part_{key}") for key in ("text", "title")] == [pair(f"whole_{key}") for key in ("text", "title")]
 
@@ -116,6 +118,62 @@ def test_a_document_that_is_too_long_is_a_bad_line(folder, capsys):
         assert tokens is None or f" {tokens:,} tokens" in out
 
 
+class FakeRay:
+    """A Ray whose tasks run at once, in this process; `failing`: of the shard whose host is lost."""
+
+    def __init__(self, failing: int = -1):
+        self.failing, self.settings = failing, {}
+
+    def init(self, **settings):
+        pass
+
+    def remote(self, **settings):
+        self.settings = settings
+        return lambda function: types.SimpleNamespace(remote=lambda *words: lambda: function(*words))
+
+    def get(self, task):
+        self.failing -= 1
+        if self.failing == -1:
+            raise RuntimeError("the host is lost")
+        return task()
+
+    def shutdown(self):
+        pass
+
+
+def test_shards_are_tasks_of_ray(folder, capsys, monkeypatch):
+    def run_here(command, **_):
+        capsys.readouterr()
+        code = main(command[3:])
+        return types.SimpleNamespace(
+            returncode=code, **dict(zip(("stdout", "stderr"), capsys.readouterr(), strict=True))
+        )
+
+    monkeypatch.setattr("megajax.data.ray_shards.subprocess.run", run_here)
+    ray = FakeRay(failing=1)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert run("--ray", "3", "--workers", "5") == 2
+    assert ray.settings["num_cpus"] == 5
+    assert "error: shard 1 of 3: the host is lost; the same command makes only these again" in capsys.readouterr().err
+    assert run("--ray=3", "--workers", "5") == 0
+    assert capsys.readouterr().out == "shard 2 of 3 is complete: 525 tokens; nothing was done\n"  # the last one's lines
+    assert run(out="whole") == 0 and merged() == 0
+    assert [pair(f"part_{key}") for key in ("text", "title")] == [pair(f"whole_{key}") for key in ("text", "title")]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    capsys.readouterr()
+    assert "--ray needs the library ray" in refused(capsys, run("--ray", "3"))
+
+
+@pytest.mark.slow
+def test_a_real_ray(folder, monkeypatch):
+    ray = pytest.importorskip("ray")
+    start = ray.init
+    monkeypatch.setattr(ray, "init", lambda **words: start(num_cpus=1, object_store_memory=80_000_000, **words))
+    assert run("--ray", "2", "--workers", "1") == 0
+    assert run(out="whole") == 0 and merged() == 0
+    assert [pair(f"part_{key}") for key in ("text", "title")] == [pair(f"whole_{key}") for key in ("text", "title")]
+
+
 WRONG = {
     "--shard 3": "--shard: '3' must be INDEX/COUNT, such as 0/64 to 63/64",
     "--shard 3/3": "3 shards have the numbers 0 to 2",
@@ -126,11 +184,13 @@ WRONG = {
     "--shard 0/8": "--input has 7 sources, and a shard has whole ones: pass at most 7 shards",
     "--shard 0/2 --input 0.jsonl none.jsonl": "cannot read none.jsonl: No such file or directory",
     "--shard 0/2 --input 0.jsonl pipe": "pipe can be read once only; pass --input files",
+    "--shard 0/2 --ray 2": "not allowed with argument",
+    "--ray 0": "--ray",
     "--longest-document 0": "--longest-document",
     "--longest-document 5 --input a.csv": "rows are read whole; omit the option",
     "--shard 0/2 --keys text": "part.00000-of-00002.shard.json was made with other --keys: pass --overwrite, or another",
     "--shard 0/2 --no-end-of-document": "was made with other --no-end-of-document",
-    "--shard 0/2 --tokenizer gpt2": "was made with other --tokenizer",
+    "--shard 0/2 --tokenizer wordpiece": "was made with other --tokenizer",
     "--shard 0/2 --input 0.jsonl 1.jsonl": "was made with other --input",
 }
 

@@ -85,6 +85,15 @@ def test_a_stream_is_the_windows_of_a_plain_loop(folder):
     assert orders
 
 
+def test_the_log_says_where_a_stream_is(folder):
+    samples = stream([0.5, folder / "*.jsonl*", 0.5, folder / "d.csv"])
+    assert samples.progress(64) == []  # nothing is read yet
+    windows(samples, 130)
+    [line] = samples.progress(128)
+    assert line.startswith(f"stream    {128 * LENGTH:,} tokens drawn; {folder}/*.jsonl*: epoch ")
+    assert "of 3, line " in line and f"; {folder}/d.csv: epoch " in line and "file 1 of 1, line " in line
+
+
 def test_sources_are_mixed_by_their_weights(folder):
     words = [0.75, folder / "a.jsonl", 0.25, folder / "d.csv"]
     found = windows(stream(words, ["400:0,1", "600:1,1"]), 800)
