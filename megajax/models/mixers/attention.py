@@ -68,6 +68,11 @@ class Attention(nnx.Module):
             table = table_of_layer(self.config, tables, layer)
             neighbours = self.config.rotary_pairs == "neighbours"
             query, key = (rotate(x, table, neighbours) for x in (query, key))
+        if self.config.query_growth:
+            length = self.config.rotary_original_length or self.config.sequence_length
+            places = microbatch.get("positions", jnp.arange(query.shape[1])[None])
+            growth = 1 + self.config.query_growth * jnp.log1p((places // length).astype(jnp.float32))
+            query = query * growth[:, :, None, None, None].astype(query.dtype)
         if self.config.attention_scale is not None:  # of attention's own
             query = query * jnp.asarray(self.config.attention_scale * self.config.head_dimension**0.5, query.dtype)
         return query, key, value
