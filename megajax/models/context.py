@@ -93,7 +93,8 @@ def model_shapes(
             f"the sharding rules split vocabulary over pipe, but {model.__name__} has an embedding or a head that need not "
             "know: use default_rules(), or vocabulary_over_pipe = True in the class if they use context.vocabulary."
         )
-    return model(run.model, ModelContext(vocabulary=VocabularySharding(vocabulary_shares(run.parallel, rules))))
+    vocabulary = VocabularySharding(vocabulary_shares(run.parallel, rules))
+    return model(run.model, ModelContext(vocabulary=vocabulary, tensor=run.parallel.tensor))
 
 
 def model_context(
@@ -138,6 +139,7 @@ def model_context(
         gather_sequence=partial(gather_sequence, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         dropout_seed=run.train.seed,
         training=training,
+        tensor=run.parallel.tensor,
         z_loss=run.train.z_loss if training else 0.0,
         label_smoothing=run.train.label_smoothing if training else 0.0,
     )
