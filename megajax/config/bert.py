@@ -106,6 +106,11 @@ class BertConfig(ModelConfig):
             ConfigError: for the first field that is illegal, alone or with the others.
         """
         super().validate()
+        if self.post_norm and self.norm_placement != "pre":
+            raise ConfigError(
+                f"norm_placement = {self.norm_placement} is not supported by BERT with post_norm: pass --norm-placement pre "
+                "or --no-post-norm."
+            )
         if self.sliding_window is not None:
             raise ConfigError(
                 f"sliding_window = {self.sliding_window} is not supported by BERT, whose tokens attend to all others: pass "

@@ -38,6 +38,22 @@ def check_experts(model) -> None:
             f"experts_per_token = {model.experts_per_token} is above experts = {model.experts}: pass "
             f"--experts-per-token {model.experts} or fewer."
         )
+    if model.router_scores == "sigmoid" and model.router_softmax == "after":
+        raise ConfigError(
+            "router_softmax = after is of softmax scores, and router_scores = sigmoid: pass --router-softmax before."
+        )
+    size, choices = model.experts // model.router_groups, model.router_group_choices
+    if model.experts % model.router_groups or (model.router_groups > 1 and size < 2):
+        legal = [count for count in divisors(model.experts) if count == 1 or model.experts // count > 1]
+        raise ConfigError(
+            f"experts = {model.experts} cannot be cut into router_groups = {model.router_groups} of two or more: pass "
+            f"{one_of('router_groups', legal, model.router_groups)}."
+        )
+    if choices > model.router_groups or choices * size < model.experts_per_token:
+        raise ConfigError(
+            f"router_group_choices = {choices} of {model.router_groups} groups of {size} experts must have the "
+            f"{model.experts_per_token} of a token: pass --router-group-choices {model.router_groups}."
+        )
 
 
 def check_expert_parallel(model, parallel) -> None:

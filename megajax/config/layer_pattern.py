@@ -18,6 +18,7 @@ from typing import Any
 
 from megajax.config.errors import ConfigError, near
 from megajax.config.fields import field_problem
+from megajax.config.layer_kinds import MOST_LAYERS
 from megajax.schedules.errors import shown
 
 __all__ = [
@@ -76,6 +77,10 @@ def _variants(model: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
 
 def _read_pattern(text: str, layers: int) -> tuple[str, ...]:
     """The kind of each layer."""
+    if layers > MOST_LAYERS:
+        raise ConfigError(
+            f"layers = {layers} is above {MOST_LAYERS}, the most with layer_pattern: pass fewer, or omit it."
+        )
     parts = [PART.fullmatch(part.strip()) for part in text.split(",")]
     if not all(parts):
         wrong = next(part for part, found in zip(text.split(","), parts, strict=True) if not found)

@@ -87,6 +87,9 @@ class ModelConfig:
     rotary_beta_fast: float = setting(32.0, "yarn: turns in the original context above which a frequency is kept")
     rotary_beta_slow: float = setting(1.0, "yarn: turns in the original context below which a frequency is divided")
     rotary_truncate: bool = setting(True, "yarn: the pairs between which its ramp runs are whole numbers")
+    query_growth: float = setting(
+        0.0, "b: queries at position p are multiplied by 1 + b ln(1 + floor(p / rotary_original_length))", low=0
+    )
     rotary_attention_factor: float | None = setting(
         None, "yarn: factor on rotated queries and keys", shown_default="0.1 ln(rotary_factor) + 1"
     )
@@ -108,6 +111,16 @@ class ModelConfig:
     )
     shared_gate: bool = setting(False, "the shared expert's result is multiplied by a sigmoid of the token (Qwen2)")
     expert_biases: bool = setting(False, "router and experts add biases (gpt-oss)")
+    router_scores: str = setting(
+        "softmax",
+        "scores of the experts from the router's logits: over all experts, or each by itself",
+        ("softmax", "sigmoid"),
+    )
+    router_groups: int = setting(
+        1, "groups of experts, of which a token's are in router_group_choices only (DeepSeek-V3)"
+    )
+    router_group_choices: int = setting(1, "groups that a token's experts are in, those with the two best experts")
+    router_scale: float = setting(1.0, "factor on the weights of a token's experts")
     router_softmax: str = setting(
         "before",
         "softmax over the scores of all experts before the choice, or of the chosen ones after it",

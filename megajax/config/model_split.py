@@ -41,6 +41,10 @@ def check_split(model: Any, parallel: ParallelConfig) -> None:
             + "."
         )
     split = {"heads": model.heads, "kv_heads": model.key_value_heads, "feedforward": model.feedforward_size}
+    groups = model.key_value_heads
+    if groups % parallel.tensor and parallel.tensor % groups == 0 and "tensor_overlap" not in parallel.rings:
+        split["head_size"] = model.head_dimension  # each rank has a copy of a key and value head
+        del split["kv_heads"]
     if model.experts and model.shared_feedforward:
         split["shared_feedforward"] = model.shared_feedforward
     if model.layer_kinds:

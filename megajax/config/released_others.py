@@ -163,6 +163,21 @@ RELEASED_OTHERS: dict[str, dict[str, Any]] = {
         sequence_length=4096,
     ),
     "ministral-8b": _model(36, 4096, 32, 8, 12288, 131072, rotary_base=1e8, sliding_window=32768),
+    "ministral3-8b": _model(
+        34,
+        4096,
+        32,
+        8,
+        14336,
+        131072,
+        sequence_length=16384,
+        rotary_base=1e6,
+        rotary_scaling="yarn",
+        rotary_factor=16.0,
+        rotary_original_length=16384,
+        rotary_attention_factor=1.0,
+        query_growth=0.1,
+    ),
     "mistral-nemo-12b": _model(40, 5120, 32, 8, 14336, 131072, head_size=128, rotary_base=1e6),
     "mistral-small-24b": _model(40, 5120, 32, 8, 32768, 131072, head_size=128, rotary_base=1e8),
     # Qwen2 with experts, 2407.10671 table 1, and Qwen1.5-MoE.
@@ -171,6 +186,26 @@ RELEASED_OTHERS: dict[str, dict[str, Any]] = {
     ),
     "qwen2-57b-a14b": _model(
         28, 3584, 28, 4, 2560, 151936, **QWEN2_MOE, experts=64, experts_per_token=8, shared_feedforward=20480
+    ),
+    # GLM-4.5 Air, 2508.06471 table 1.
+    "glm4.5-air": _model(
+        46,
+        4096,
+        96,
+        8,
+        1408,
+        151552,
+        head_size=128,
+        qkv_biases=True,
+        rotary_fraction=0.5,
+        rotary_base=1e6,
+        experts=128,
+        experts_per_token=8,
+        router_scores="sigmoid",
+        shared_feedforward=1408,
+        dense_layers=1,
+        dense_feedforward=10944,
+        balance_bias_rate=0.001,
     ),
     # gpt-oss, 2508.10925.
     "gpt-oss-20b": _model(24, 2880, 64, 8, 2880, 201088, **GPT_OSS, experts=32),

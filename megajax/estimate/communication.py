@@ -143,6 +143,15 @@ def _tensor(program: StepProgram) -> list[Sent]:
                 times, name = float(number * sends * run.microbatches), PERMUTE if of == DENSE and ring else kind
                 lines.append(Sent("tensor", name, what, BLOCKS, formula, times, each))
 
+    attention = model.attention
+    if attention and attention.groups % parallel.tensor:  # queries, keys and values, and their gradients
+        width = (attention.heads + 2 * attention.groups) * attention.head_size
+        each, times = one * width / model.hidden, float(blocks * run.microbatches)
+        for name, number in ((GATHER, 2), (SCATTER, 1)):  # once more for the backward
+            text = f"{number} bs(a+2g)d (t-1)/t per layer and microbatch"
+            lines.append(
+                Sent("tensor", name, "fewer key and value heads than ranks", BLOCKS, text, number * times, each)
+            )
     add("pairs of matmuls", lambda sent: sent.forward + sent.gradients)
     if split:
         add("gathered again for dW", lambda sent: sent.again + program.split_backwards * sent.late)

@@ -99,7 +99,8 @@ def model_shapes(
             "know: use default_rules(), or vocabulary_over_pipe = True in the class if they use context.vocabulary."
         )
     vocabulary = VocabularySharding(vocabulary_shares(run.parallel, rules))
-    return model(run.model, ModelContext(vocabulary=vocabulary, teacher=teacher_of(run)))
+    context = ModelContext(vocabulary=vocabulary, tensor=run.parallel.tensor, teacher=teacher_of(run))
+    return model(run.model, context)
 
 
 def teacher_of(run: RunConfig) -> Teacher | None:
@@ -157,6 +158,7 @@ def model_context(
         gather_sequence=partial(gather_sequence, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         dropout_seed=run.train.seed,
         training=training,
+        tensor=run.parallel.tensor,
         z_loss=run.train.z_loss if training else 0.0,
         label_smoothing=run.train.label_smoothing if training else 0.0,
         teacher=teacher_of(run) if training else None,

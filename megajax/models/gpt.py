@@ -211,7 +211,7 @@ class GPT(NNXModel):
 
     def cache_arrays(self, samples: int, slots: int) -> Mapping[str, CachedArray]:
         """Keys and values."""
-        return cache_arrays(self.config, self.context.dtype, samples, slots)
+        return cache_arrays(self.config, self.context.dtype, samples, slots, self.context.tensor)
 
     def costs(self) -> ModelCosts:
         """By formula."""

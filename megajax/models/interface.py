@@ -66,7 +66,7 @@ class ModelContext:
       sum_over_sequence: (array of [b, ...]) -> its sum over the context ranks, which have parts of the same samples.
       gather_sequence: (array of [b, local s, ...]) -> the whole samples' [b, s, ...], on all context ranks.
       dropout_seed: the run's seed of dropout masks.
-      training: False for evaluation and generation: no dropout.
+      training, tensor: False for evaluation and generation: no dropout; devices of a tensor group.
       z_loss, label_smoothing, teacher: of the loss in training (`TrainConfig`), of models with `has_loss_options`.
     """
 
@@ -81,6 +81,7 @@ class ModelContext:
     gather_sequence: Callable[[jax.Array], jax.Array] = identity
     dropout_seed: int = 0
     training: bool = True
+    tensor: int = 1
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     teacher: Teacher | None = None
@@ -88,9 +89,8 @@ class ModelContext:
     def whole(self, x: jax.Array) -> jax.Array:
         """x with all of every axis on each device of a tensor group; the gradient too.
 
-        For operands and results of what moves elements along an axis that `constrain` splits over tensor: slices,
-        concatenations, rolls, pads. XLA makes a collective permute of them if either is split, which hangs in work that only
-        one pipeline stage does:
+        For operands and results of what moves elements along an axis that `constrain` splits over tensor: slices, rolls,
+        pads. XLA makes a collective permute of them if either is split, which hangs in work that only one stage does:
 
             shifted = context.whole(jnp.roll(context.whole(x), 1, axis=1))
         """

@@ -110,10 +110,13 @@ class Router(nnx.Module):
         if config.expert_biases:
             logits = logits + self.logit_bias[...].astype(jnp.float32)
         logits = checkpoint_name(self.context.constrain(logits, "batch", "whole_sequence", None), "router")
-        scores = jax.nn.softmax(logits)
+        is_sigmoid = config.router_scores == "sigmoid"
+        scores = jax.nn.sigmoid(logits) if is_sigmoid else jax.nn.softmax(logits)
         biases = self.bias[...].astype(jnp.float32)
         ranking = scores + biases
-        if not config.balance_bias_rate:  # there are biases if the run had a rate before, and they stay in use
+        if config.router_groups > 1:
+            ranking = self._of_best_groups(ranking)
+        elif not config.balance_bias_rate:  # there are biases if the run had a rate before, and they stay in use
             ranking = jnp.where((biases != 0).any(), ranking, logits)
         experts = lax.top_k(lax.stop_gradient(ranking), config.experts_per_token)[1]
         chosen = experts[..., None] == jnp.arange(config.experts)  # [b, s, k, E]
@@ -123,6 +126,7 @@ class Router(nnx.Module):
         else:
             weights = pick(scores)
             weights = weights / weights.sum(-1, keepdims=True) if config.router_normalize else weights
+        weights = weights if config.router_scale == 1 else weights * config.router_scale
         if not self.context.training:
             return weights, experts
         if config.expert_capacity:
@@ -135,8 +139,16 @@ class Router(nnx.Module):
             earlier = jnp.cumsum(taken, 1, dtype=jnp.int32) - taken
             experts = jnp.where(pick(earlier) < most, experts, config.experts)
         if "sample_shares" in microbatch:
+            scores = scores / scores.sum(-1, keepdims=True) if is_sigmoid else scores
             weights = self._balanced(weights, logits, scores, chosen, experts == config.experts, microbatch)
         return weights, experts
+
+    def _of_best_groups(self, ranking: jax.Array) -> jax.Array:
+        """The ranking [b, s, E]; -inf for experts outside the groups whose two best experts rank highest (2412.19437)."""
+        groups = ranking.reshape(*ranking.shape[:-1], self.config.router_groups, -1)
+        best = lax.top_k(lax.top_k(groups, 2)[0].sum(-1), self.config.router_group_choices)[1]
+        inside = (best[..., None] == jnp.arange(self.config.router_groups)).any(-2)
+        return jnp.where(inside[..., None], groups, -jnp.inf).reshape(ranking.shape)
 
     def _balanced(self, weights, logits, scores, chosen, dropped, microbatch: Microbatch) -> jax.Array:
         """`weights`, with the gradients of the balance losses and the values to report.

@@ -57,11 +57,11 @@ class ProjectionNorm(nnx.Module):
     The groups of heads are split over tensor: the mean of the squares is an all-reduce of one number for each token.
     """
 
-    def __init__(self, config: ModelConfig, *heads: int):
-        """`heads`: the axes of a token's heads, groups first."""
+    def __init__(self, config: ModelConfig, *heads: int, split: bool = True):
+        """`heads`: the axes of a token's heads, groups first; `split`: whether groups are split over tensor."""
         self.config, self.axes = config, len(heads) + 1
         scale = initial_scale(config, *heads, config.head_dimension)
-        self.scale = parameter(scale, "groups", *[None] * len(heads), decay=False)
+        self.scale = parameter(scale, "groups" if split else None, *[None] * len(heads), decay=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norms x [..., *heads, d]; the result has x's type."""

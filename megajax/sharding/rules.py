@@ -19,6 +19,7 @@ DEFAULT_TABLE: Mapping[str, MeshAxes] = {
     # Parameters. Megatron's column- then row-parallel pair (1909.08053 section 3): one sum at the end of each.
     "layers": None,  # sharded over pipe by megajax.pipeline.layout
     "hidden": None,  # the axis that the pairs contract over or sum into
+    "head_elements": "tensor",  # of weights of queries, keys and values with fewer groups than a tensor group has ranks
     "groups": "tensor",  # a group of heads and its key and value head: attention needs no data of another group
     "heads": "tensor",  # the same split, seen by the output projection
     "feedforward": "tensor",  # the activation is elementwise

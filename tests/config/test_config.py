@@ -91,7 +91,7 @@ ILLEGAL = [
         None,
         ["sequence_length / context = 1026 / 3 = 342", "--sequence-length 1020 or 1032", "--no-sequence-parallel"],
     ),
-    ({"tensor": 4, "kv_heads": 2}, None, ["kv_heads = 2", "tensor = 4", "--tensor 1 or 2", "--kv-heads 4"]),
+    ({"tensor": 3, "kv_heads": 2}, None, ["kv_heads = 2", "tensor = 3", "--tensor 1", "--kv-heads 3"]),
     ({"tensor": 4, "feedforward": 90}, None, ["feedforward = 90", "--tensor 1 or 2", "--feedforward 88 or 92"]),
     ({"axis_order": ("data", "pipe")}, None, ["axis_order = data,pipe", "--axis-order data,pipe,tensor"]),
     (

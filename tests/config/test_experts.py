@@ -22,6 +22,12 @@ UNEVEN = dense_experts.UNEVEN
         ({"experts": 1}, "experts = 1 leaves a router no choice: pass --experts 0"),
         ({"experts_per_token": 7}, "experts_per_token = 7 is above experts = 6: pass --experts-per-token 6 or fewer"),
         ({"experts": -1}, "experts = -1 must be"),
+        ({"experts": 0, "shared_feedforward": 0, "expert_biases": True}, "pass --no-expert-biases, or --experts 2"),
+        ({"shared_feedforward": 0, "shared_gate": True}, "there is none: pass --shared-feedforward SIZE"),
+        ({"router_scores": "sigmoid", "router_softmax": "after"}, "is of softmax scores, .*: pass --router-softmax"),
+        ({"router_groups": 4}, "experts = 6 cannot be cut into router_groups = 4 .*: pass --router-groups"),
+        ({"router_groups": 6}, "experts = 6 cannot be cut into router_groups = 6 of two or more"),
+        ({"router_groups": 3, "experts_per_token": 3}, "router_group_choices = 1 of 3 groups of 2 .*: pass --router-g"),
         ({"router_softmax": "never"}, "router_softmax = 'never' is not known"),
     ],
 )

@@ -53,6 +53,7 @@ def test_words_of_fields():
     ("changes", "message"),
     [
         ({"layer_pattern": "local*0"}, "has 'local\\*0', which is no kind: pass --layer-pattern"),
+        ({"layers": 20000}, "layers = 20000 is above 10000"),
         ({"layer_pattern": "local,,global"}, "has '', which is no kind"),
         ({"layer_pattern": "none"}, "is of kinds, and layer_pattern = none: pass --layer-pattern, or omit"),
         ({"kind_fields": ("other.sliding_window=4",)}, "must be KIND.FIELD=VALUE of a kind of layer_pattern"),

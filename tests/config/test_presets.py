@@ -84,6 +84,8 @@ def test_parameters_of_a_gpt_are_the_sum_of_its_arrays(name):
         ("command-r7b", 8_028_033_024),
         ("starcoder2-3b", 3_030_371_328),
         ("ministral-8b", 8_019_808_256),
+        ("ministral3-8b", 8_489_553_920),
+        ("glm4.5-air", 106_852_245_504),
         ("mistral-nemo-12b", 12_247_782_400),
         ("mistral-small-24b", 23_572_403_200),
         ("qwen1.5-moe-a2.7b", 14_315_784_192),

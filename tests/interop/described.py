@@ -70,6 +70,21 @@ def configs(layers: int = LAYERS) -> dict:
         ),
         "starcoder2": t.Starcoder2Config(**sizes, sliding_window=5),
         "ministral": t.MinistralConfig(**wide, sliding_window=5, layer_types=mixed),
+        "glm4_moe": t.Glm4MoeConfig(
+            **wide | experts | {"intermediate_size": 20, "pad_token_id": None},
+            moe_intermediate_size=8,
+            n_routed_experts=6,
+            n_shared_experts=2,
+            n_group=3,
+            topk_group=2,
+            first_k_dense_replace=layers // 3,
+            routed_scaling_factor=1.5,
+            attention_bias=True,
+            use_qk_norm=True,
+        ),
+        "ministral3": t.Ministral3Config(
+            **wide, rope_parameters=YARN | {"original_max_position_embeddings": 6, "llama_4_scaling_beta": 0.5}
+        ),
         "exaone4": t.Exaone4Config(**sizes, sliding_window=5, layer_types=odd),
         "seed_oss": t.SeedOssConfig(**wide),
         "qwen2_moe": t.Qwen2MoeConfig(
@@ -102,6 +117,9 @@ def random_model(config):
         for name, parameter in model.named_parameters():
             if "norm" in name and config.model_type.startswith("gemma"):
                 parameter.sub_(1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(len(name))))
     return model
 
 
@@ -125,5 +143,5 @@ FAMILIES = (
         "cohere2",
         "starcoder2",
     ),
-    *("ministral", "exaone4", "seed_oss", "qwen2_moe", "gpt_oss"),
+    *("ministral", "ministral3", "exaone4", "seed_oss", "glm4_moe", "qwen2_moe", "gpt_oss"),
 )

@@ -46,7 +46,7 @@ LAYOUTS = {
     "context 2": dict(context=2, pipe=2),
 }
 # Ring attention has no soft caps and no sinks, and needs stages with one order of dense and sparse layers.
-WITHOUT_CONTEXT = ("gemma2", "gpt_oss", "qwen2_moe")
+WITHOUT_CONTEXT = ("gemma2", "glm4_moe", "gpt_oss", "qwen2_moe")
 CASES = [
     (family, layout)
     for family in FAMILIES
@@ -159,7 +159,7 @@ def test_logits_and_gradients_are_torchs(family, layout, directory_of, tmp_path_
     names = {name.removeprefix("params/"): array for name, array in ours.items()}
     weights = Weights(directory, tensors, found.name, model, list(names))
     for name, array in names.items():
-        if not weights.pieces[name]:
+        if not weights.pieces[name] or name.endswith("/router/bias"):  # what routers report is no gradient
             continue
         array = np.asarray(array)
         box = tuple(slice(0, size) for size in array.shape)

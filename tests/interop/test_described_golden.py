@@ -55,7 +55,10 @@ def golden(family: str):
     return model, params, np.load(directory / "logits.npy")
 
 
-@pytest.mark.parametrize("family", QUICK)
+SLOW = ("phi3", "granite", "gpt_oss")  # the last one is cached below
+
+
+@pytest.mark.parametrize("family", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in QUICK])
 def test_logits_are_those_of_transformers(family):
     """Without a cache."""
     model, params, wanted = golden(family)

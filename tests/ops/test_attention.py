@@ -134,7 +134,7 @@ def test_documents_and_windows_equal_plain_attention_inside_the_executors_shard_
     draw = lambda seed, *shape: np.float32(np.random.default_rng(seed).normal(size=shape))  # noqa: E731
     query, gradient, key, value = (draw(seed, 2, 10, 2, *[2] * (seed < 2), 8) for seed in range(4))
     numbers = None if documents is None else jnp.array(documents, jnp.int32)
-    plain = partial(plain_attention, drop=lambda p: p, document=numbers, window=window)
+    plain = partial(plain_attention, scoring=Scoring(), document=numbers, window=window)
     want = both_ways(plain)(gradient, query, key, value)
 
     def step(numbers, *arrays):

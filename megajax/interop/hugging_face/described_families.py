@@ -1,166 +1,17 @@
-"""Families whose blocks are Llama's but for norms, windows, rotations, multipliers, caps and names: a description of each.
-
-A description has what all models of the family have, the keys of the rest, and the tensors that Llama has not, or elsewhere.
+"""Families whose blocks are Llama's but for norms, windows, rotations, factors, caps, routers and names: a description of
+each (`description.py`), of 2 to 30 lines.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.config.layer_pattern import variant_numbers, variants
-from megajax.interop.hugging_face.keys import GATED, PLAIN, Family, Keys, read_fields, write_fields
-from megajax.interop.hugging_face.llama_families import NAMES, read_rotary, write_rotary
-from megajax.interop.hugging_face.tensors import KEY, QUERIES, VALUE, Piece, Table
-from megajax.interop.hugging_face.windows import FULL, SLIDING, layer_types, of_kinds, type_of
+from megajax.config.layer_kinds import DENSE
+from megajax.interop.hugging_face.description import LAYER, Description, Fields, described
+from megajax.interop.hugging_face.keys import Keys
+from megajax.interop.hugging_face.llama_families import write_rotary
+from megajax.interop.hugging_face.tensors import GATE, KEY, QUERIES, UP, VALUE, Piece
 
-__all__ = ["DESCRIBED_FAMILIES", "DESCRIPTIONS", "Description", "described"]
-
-LAYER = "model.layers.{}."
-Fields = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Description:
-    """A family.
-
-    Attributes:
-      name: model_type.
-      architecture: the class with a language-model head.
-      fixed: fields that all its models have.
-      names: keys of fields, other than Llama's or in addition; a key that is null is a field that is None.
-      legal: keys that must have a value.
-      norms: our norms -> their tensors, in a layer; biases too.
-      leaves: other tensors in which it differs from Llama: leaves -> pieces.
-      activation: the key of the activation.
-      layers: how layers differ: "" they do not; "types" by layer_types, and by rope_parameters of each type; "nope"
-        likewise, and layers of full attention have no rotation; "listed" by no_rope_layers.
-      read, write: more fields of the keys, and keys of the model.
-      by_type: whether rope_parameters has those of each type of layers.
-      head_size, padding: transformers' defaults of a head's size, and of a padding token, if it has any of its own.
-      idle: rates of dropout that it has in training.
-      partial: whether the rotation reads partial_rotary_factor.
-      has_experts: see `Family`.
-    """
-
-    name: str
-    architecture: str
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    legal: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    norms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    leaves: Mapping[str, tuple[Piece, ...]] = dataclasses.field(default_factory=dict)
-    activation: str = "hidden_act"
-    layers: str = ""
-    read: Callable[[Keys, Fields], Fields] = lambda keys, fields: {}
-    write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
-    idle: tuple[str, ...] = ("attention_dropout",)
-    partial: bool = False
-    by_type: bool = False
-    head_size: int = 0
-    padding: int = 0
-    has_experts: bool = False
-
-    def table(self, llama: Table) -> Table:
-        """The family's tensors, in place of Llama's."""
-        norms = {}
-        for ours, theirs in self.norms.items():
-            norms[f"blocks/{ours}/scale"] = (Piece(f"{LAYER}{theirs}.weight", "h", "h"),)
-            norms[f"blocks/{ours}/bias"] = (Piece(f"{LAYER}{theirs}.bias", "h", "h"),)
-        kept = {
-            name: pieces for name, pieces in llama.leaves.items() if not self.norms or not name.startswith(OWN_NORMS)
-        }
-        return dataclasses.replace(llama, leaves={**kept, **norms, **self.leaves})
-
-    @property
-    def own_names(self) -> dict[str, str]:
-        """The key of each field that is one."""
-        return {**NAMES, **self.names}
-
-    def read_all(self, keys: Keys) -> Fields:
-        """The fields."""
-        for key in self.idle:
-            keys.idle(key)
-        for key, value in self.legal.items():
-            keys.require(key, value)
-        found = {field: name for field, name in self.own_names.items() if name and keys.values.get(name) is not None}
-        required = {field: name for field, name in self.own_names.items() if field in NAMES and name}
-        fields = {"norm": "rmsnorm", "positions": "rotary", "biases": False, **self.fixed}
-        fields |= read_fields(keys, found | required) | self._activation(keys)
-        head_size = keys.get("head_dim", int, None)
-        if head_size and head_size * fields["heads"] != fields["hidden"]:
-            fields["head_size"] = head_size
-        fields |= self._layers(keys, fields)
-        return fields | self.read(keys, fields)
-
-    def _activation(self, keys: Keys) -> Fields:
-        if "activation" in self.fixed and self.fixed["activation"] not in PLAIN.values():
-            return {}
-        legal, name = (PLAIN if "activation" in self.fixed else GATED), keys.get(self.activation, str)
-        if name not in legal:
-            keys.refuse(self.activation)
-        return {"activation": legal[name]}
-
-    def _layers(self, keys: Keys, fields: Fields) -> Fields:
-        """Rotation and window, of all layers or of each kind."""
-        rope = Keys(keys.get("rope_parameters", dict), f"{keys.path}: rope_parameters")
-        window = keys.get("sliding_window", int, None)
-        if not self.layers:
-            return read_rotary(keys, rope, self.partial) | ({"sliding_window": window} if self.windows else {})
-        types = layer_types(keys)
-        if SLIDING in types and keys.values.get("use_sliding_window") is False:
-            keys.refuse("layer_types")
-        rotates = [self.layers != "nope" or one == SLIDING for one in types]
-        if self.layers == "listed":
-            rotates = [bool(one) for one in keys.get("no_rope_layers", list)]
-            if len(rotates) != len(types):
-                keys.refuse("no_rope_layers")
-        kinds, each = [], {}
-        for kind, rotated in zip(types, rotates, strict=True):
-            own = Keys(rope.get(kind, dict), rope.path) if kind in rope.values else rope
-            kinds.append(("local" if kind == SLIDING else "global") + "_nope" * (not rotated))
-            each[kinds[-1]] = read_rotary(keys, own, self.partial) | {
-                "positions": "rotary" if rotated else "none",
-                "sliding_window": window if kind == SLIDING else None,
-            }
-        return of_kinds(kinds, each)
-
-    @property
-    def windows(self) -> bool:
-        """Whether all layers have the window of sliding_window."""
-        return "sliding_window" not in self.legal
-
-    def write_all(self, model: ModelConfig) -> dict[str, Any]:
-        """The keys."""
-        keys = {key: value for key, value in self.legal.items() if value is not None}
-        keys |= write_fields(model, {field: key for field, key in self.own_names.items() if key})
-        names = {"gelu_exact": "gelu"} if "activation" in self.fixed else {"swiglu": "silu"}
-        keys |= {self.activation: names.get(model.activation, "gelu_pytorch_tanh")}
-        if self.head_size or model.head_dimension * model.heads != model.hidden:
-            keys["head_dim"] = model.head_dimension
-        if model.vocabulary <= self.padding:
-            keys["pad_token_id"] = None
-        if "activation" in self.fixed and self.fixed["activation"] not in PLAIN.values():
-            del keys[self.activation]
-        each, numbers = variants(model), variant_numbers(model)
-        rotary = next((one for one in each if one.positions == "rotary"), model)
-        of = lambda kind: next((one for one in each if type_of(one) == kind), rotary)  # noqa: E731
-        keys["rope_parameters"] = write_rotary(rotary, self.partial)
-        if self.by_type:
-            keys["rope_parameters"] = {kind: write_rotary(of(kind), self.partial) for kind in (SLIDING, FULL)}
-        if self.windows:
-            keys["sliding_window"] = of(SLIDING).sliding_window
-        if self.layers:
-            keys["layer_types"] = [type_of(each[number]) for number in numbers]
-        if self.layers == "listed":
-            keys["no_rope_layers"] = [int(each[number].positions == "rotary") for number in numbers]
-            keys["use_sliding_window"] = SLIDING in keys["layer_types"]
-        elif self.layers and keys["sliding_window"] is None:
-            keys["sliding_window"] = model.sequence_length  # of no layer
-        return keys | self.write(model)
-
-
-OWN_NORMS = ("blocks/attention_norm/", "blocks/feedforward_norm/")
+__all__ = ["DESCRIBED_FAMILIES", "DESCRIPTIONS"]
 
 
 def _scaled(keys: Keys, fields: Fields) -> Fields:
@@ -188,6 +39,24 @@ def _read_phi3(keys: Keys, fields: Fields) -> Fields:
     return {}
 
 
+def _read_growth(keys: Keys, fields: Fields) -> Fields:
+    if fields.get("rotary_scaling") != "yarn":  # then transformers' model has no original length
+        keys.refuse("rope_parameters")
+    rope = Keys(keys.get("rope_parameters", dict), f"{keys.path}: rope_parameters")
+    return {"query_growth": rope.get("llama_4_scaling_beta", float)}
+
+
+def _read_shared(keys: Keys, fields: Fields) -> Fields:
+    """Shared experts, of the routed ones' width, and dense layers before those with experts."""
+    width = {"shared_feedforward": keys.get("n_shared_experts", int) * fields["feedforward"]}
+    return width | ({"dense_feedforward": keys.get("intermediate_size", int)} if fields["dense_layers"] else {})
+
+
+def _write_shared(model: ModelConfig) -> dict[str, Any]:
+    shared = model.shared_feedforward // model.feedforward_size
+    return {"n_shared_experts": shared, "intermediate_size": model.of_kind(DENSE).feedforward_size}
+
+
 def _norms(
     attention: str | None, attention_output: str | None, feedforward: str | None, feedforward_output: str | None
 ):
@@ -206,6 +75,22 @@ OLMO_LEAVES = {
 }
 NO_BIASES = {"attention_bias": False}
 GATE_AND_UP = {"blocks/feedforward/up/kernel": (Piece(LAYER + "mlp.gate_up_proj.weight", "zf h", "hzf"),)}
+EXPERT, SHARED = LAYER + "mlp.experts.{}.", LAYER + "mlp.shared_experts."
+SHARED_EXPERTS = {
+    "blocks/feedforward/router/kernel": (Piece(LAYER + "mlp.gate.weight", "x h", "hx"),),
+    "blocks/feedforward/router/bias": (Piece(LAYER + "mlp.gate.e_score_correction_bias", "x", "x"),),
+    "blocks/feedforward/router/losses": (),
+    "blocks/feedforward/up": (
+        Piece(EXPERT + "gate_proj.weight", "f h", "h1f", GATE),
+        Piece(EXPERT + "up_proj.weight", "f h", "h1f", UP),
+    ),
+    "blocks/feedforward/down": (Piece(EXPERT + "down_proj.weight", "h f", "fh"),),
+    "blocks/feedforward/shared/up/kernel": (
+        Piece(SHARED + "gate_proj.weight", "y h", "h1y", GATE),
+        Piece(SHARED + "up_proj.weight", "y h", "h1y", UP),
+    ),
+    "blocks/feedforward/shared/down/kernel": (Piece(SHARED + "down_proj.weight", "h y", "yh"),),
+}
 CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
 QKV = ("gnd", "gd", "gd")
 EXPERTS = LAYER + "mlp.experts."
@@ -315,6 +200,36 @@ DESCRIPTIONS = (
         idle=("attention_dropout", "residual_dropout", "embedding_dropout"),
     ),
     Description(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        {"router_scores": "sigmoid"},
+        {
+            "experts": "n_routed_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "feedforward": "moe_intermediate_size",
+            "dense_layers": "first_k_dense_replace",
+            "router_normalize": "norm_topk_prob",
+            "router_scale": "routed_scaling_factor",
+            "router_groups": "n_group",
+            "router_group_choices": "topk_group",
+            "qkv_biases": "attention_bias",
+            "query_key_norm": "use_qk_norm",
+        },
+        {"sliding_window": None},
+        leaves=SHARED_EXPERTS,
+        read=_read_shared,
+        write=_write_shared,
+        partial=True,
+        has_experts=True,
+    ),
+    Description(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        read=_read_growth,
+        write=lambda model: {"rope_parameters": write_rotary(model) | {"llama_4_scaling_beta": model.query_growth}},
+        padding=11,
+    ),
+    Description(
         "exaone4",
         "Exaone4ForCausalLM",
         {"norm_placement": "post", "query_key_norm": True},
@@ -358,11 +273,5 @@ DESCRIPTIONS = (
         has_experts=True,
     ),
 )
-
-
-def described(one: Description) -> Family:
-    """The family of a description."""
-    return Family(one.name, one.architecture, one.read_all, one.write_all, has_experts=one.has_experts)
-
 
 DESCRIBED_FAMILIES = tuple(map(described, DESCRIPTIONS))

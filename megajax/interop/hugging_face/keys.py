@@ -91,7 +91,7 @@ class Keys:
 KINDS: dict[str, type] = dict.fromkeys(("tied_embeddings", "qkv_biases", "output_biases"), bool)
 KINDS |= dict.fromkeys(("init_deviation", "norm_epsilon", "attention_scale", "attention_softcap"), float)
 KINDS |= dict.fromkeys(("logit_softcap", "logit_multiplier", "embedding_multiplier", "residual_multiplier"), float)
-KINDS |= {"activation_limit": float}
+KINDS |= {"activation_limit": float, "router_scale": float, "router_normalize": bool, "query_key_norm": bool}
 COMPUTED = {"feedforward": "feedforward_size", "kv_heads": "key_value_heads", "qkv_biases": "has_qkv_biases"}
 COMPUTED |= {"output_biases": "has_output_biases"}
 

@@ -84,6 +84,7 @@ class Table:
       prefix: of all tensors' names but the head's; files of a model without its head leave it out.
       ignored: ends of names of tensors that are no parameters: old buffers, second names, heads that are left out.
       renamed: ends of names in old files -> those of today.
+      more_layers: whether files have layers after the last one (multi-token prediction), which are left out.
       tied: second names of parameters -> their first ones. A file may have either, or both.
     """
 
@@ -92,6 +93,7 @@ class Table:
     ignored: tuple[str, ...]
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    more_layers: bool = False
 
 
 def axis_sizes(model: ModelConfig) -> dict[str, int]:

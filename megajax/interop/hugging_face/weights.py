@@ -3,6 +3,7 @@
 import itertools
 import math
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -97,6 +98,9 @@ class Weights:
         tied = tuple(table.tied) if model.tied_embeddings else ()
         for name, tensor in self._tensors.items():
             if name not in wanted:
+                after = table.more_layers and re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+                if after and int(after[1]) >= model.layers:
+                    continue
                 if not name.endswith((*table.ignored, *tied)):
                     raise ConfigError(
                         f"{directory} has a tensor {name}, which {family} with this configuration does not"

@@ -34,7 +34,11 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         self.config, self.constrain, self.operations = config, context.constrain, context.operations
         groups, size, hidden = config.key_value_heads, config.head_dimension, {"hidden": config.hidden}
+        self.groups = tensor_groups(config, context.tensor)
+        is_split = groups == self.groups
         fused = {"groups": groups, "_queries_key_value": config.heads // groups + 2, "_head_size": size}
+        if not is_split:
+            fused = {"_groups": groups, "_queries_key_value": config.heads // groups + 2, "head_elements": size}
         small = config.init_deviation / (2 * config.layers) ** 0.5  # 2L of these add up in the residual (GPT-2, 2.3)
         lora = lambda name: adapters(config, context, name)  # noqa: E731
         biases = config.has_qkv_biases
@@ -42,13 +46,14 @@ class Attention(nnx.Module):
         joined = {"heads": config.heads, "_head_size": size}
         self.output = Linear(named_key(key, "output"), joined, hidden, small, config.has_output_biases, lora("output"))
         if config.attention_sinks:
-            self.sinks = parameter(jnp.zeros((groups, config.heads // groups)), "groups", None, decay=False)
+            sinks = jnp.zeros((groups, config.heads // groups))
+            self.sinks = parameter(sinks, "groups" if is_split else None, None, decay=False)
         if config.query_key_norm:
             if config.query_key_norm_over == "head":
                 self.query_norm, self.key_norm = HeadNorm(config), HeadNorm(config)
             else:
-                self.query_norm = ProjectionNorm(config, groups, config.heads // groups)
-                self.key_norm = ProjectionNorm(config, groups)
+                self.query_norm = ProjectionNorm(config, groups, config.heads // groups, split=is_split)
+                self.key_norm = ProjectionNorm(config, groups, split=is_split)
 
     def project(
         self, y: jax.Array, microbatch: Microbatch, layer: jax.Array, lora_drop: Dropout | None = None
@@ -57,20 +62,44 @@ class Attention(nnx.Module):
 
         `lora_drop`: of adapters.
         """
+        axes = QKV if self.groups == self.config.key_value_heads else (*QKV[:2], None, None, "head_elements")
         qkv = checkpoint_name(
-            self.qkv(y, self.operations.column, QKV, drop=lora_drop), "qkv"
+            self.qkv(y, self.operations.column, axes, drop=lora_drop), "qkv"
         )  # [b, whole s, g, a/g + 2, d]
+        if axes is not QKV:
+            qkv = self.constrain(qkv, *QKV[:2], None, None, None)
         query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
+        if self.groups != self.config.key_value_heads:
+            query, key, value = self._for_each_rank(query, key, value)
         if self.config.positions == "rotary":
             tables = with_rotary_table(self.config, microbatch, y.shape[1])["rotary"]
             table = table_of_layer(self.config, tables, layer)
             neighbours = self.config.rotary_pairs == "neighbours"
             query, key = (rotate(x, table, neighbours) for x in (query, key))
+        if self.config.query_growth:
+            length = self.config.rotary_original_length or self.config.sequence_length
+            places = microbatch.get("positions", jnp.arange(query.shape[1])[None])
+            growth = 1 + self.config.query_growth * jnp.log1p((places // length).astype(jnp.float32))
+            query = query * growth[:, :, None, None, None].astype(query.dtype)
         if self.config.attention_scale is not None:  # of attention's own
             query = query * jnp.asarray(self.config.attention_scale * self.config.head_dimension**0.5, query.dtype)
         return query, key, value
+
+    def _for_each_rank(
+        self, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The same with a group for each rank of the tensor group, which has a part of a group's queries.
+
+        Weights and products are split by the elements of a head, and gathered here: they are split by groups afterwards.
+        """
+        whole = lambda x: self.constrain(x, *QKV[:2], *[None] * (x.ndim - 2))  # noqa: E731  (no permutes, also of gradients)
+        query, key, value = map(whole, (query, key, value))
+        lead, copies = query.shape[:2], self.groups // query.shape[2]
+        query = query.reshape(*lead, self.groups, -1, query.shape[-1])
+        key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+        return tuple(self.constrain(whole(x), *QKV[: x.ndim]) for x in (query, key, value))
 
     def window(self, layer: jax.Array) -> jax.Array | int | None:
         """The latest tokens that a token of a layer attends to; None: all layers have all. Of several an int32 scalar."""
@@ -101,7 +130,7 @@ class Attention(nnx.Module):
         query, key, value = self.project(y, microbatch, layer, lora_drop)
         window = self.window(layer)
         drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
-        sinks = self.sinks[...] if self.config.attention_sinks else None
+        sinks = self.sinks[...].reshape(self.groups, -1) if self.config.attention_sinks else None
         scoring = Scoring(drop, self.config.attention_softcap, sinks)
         both_ways = {} if self.config.causal else {"causal": False, "padding": microbatch.get("padding")}
         if cache is not None:
@@ -122,6 +151,11 @@ class Attention(nnx.Module):
         return self.output(context, self.operations.row, 2, drop=lora_drop), entries
 
 
+def tensor_groups(config: ModelConfig, tensor: int) -> int:
+    """Groups of heads that are split over tensor: of fewer than its ranks, each has a copy on several."""
+    return config.key_value_heads if config.key_value_heads % tensor == 0 else tensor
+
+
 def with_rotary_table(config: ModelConfig, microbatch: Microbatch, length: int) -> Microbatch:
     """The microbatch with "rotary", the tables of its "positions" or of 0 to length - 1, if the model has any.
 
@@ -133,8 +167,8 @@ def with_rotary_table(config: ModelConfig, microbatch: Microbatch, length: int) 
     return {**microbatch, "rotary": rotary_tables(config, positions)}
 
 
-def cache_arrays(config: ModelConfig, dtype: Any, samples: int, slots: int) -> dict[str, CachedArray]:
+def cache_arrays(config: ModelConfig, dtype: Any, samples: int, slots: int, tensor: int = 1) -> dict[str, CachedArray]:
     """The keys and values that a block caches. Slots come after heads: the matmuls over them need no transposed copy."""
-    shape = (samples, config.key_value_heads, slots, config.head_dimension)
+    shape = (samples, tensor_groups(config, tensor), slots, config.head_dimension)
     array = CachedArray(shape, dtype, ("batch", "groups", None, None), slot_axis=2)
     return {"key": array, "value": array}
