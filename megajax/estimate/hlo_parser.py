@@ -25,6 +25,8 @@ LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 BRANCHES = "/cond"  # ends the keys of conditionals, by scope
 SCOPES = re.compile(r'op_name="([^"]*)/(?:while|cond)"')
+OP_NAME = re.compile(r'op_name="([^"]*)"')
+LOGITS = "head"  # the scope of the head in a tick
 MOVES = ("parameter", "tuple", "get-tuple-element", "copy", "bitcast", "constant", "transpose", "reshape")
 CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|true_computation|false_computation)=")
 SCHEDULED = re.compile(r'scheduling_name="([^"]*)"')
@@ -108,10 +110,12 @@ def average_trip_counts(computations: dict, entry: str, trip_counts: Mapping[str
 
     Args:
       trip_counts: total iterations of all such loops of a scope (`jax.named_scope`, the innermost one given), and, by
-        SCOPE/cond, how often its conditionals do something. They are divided equally among the executions. Loops in no
-        given scope count as one iteration.
+        SCOPE/cond, how often its conditionals do something. They are divided equally among the executions, without the
+        iterations of the head that XLA has taken out of loops (`_inlined_heads`). Loops in no given scope count as one.
     """
-    executions, totals = Counter(), trip_counts or {}
+    executions, totals = Counter(), dict(trip_counts or {})
+    if LOGITS in totals:
+        totals[LOGITS] = max(0.0, totals[LOGITS] - _inlined_heads(computations, entry, totals))
     for visit in visits(computations, Visit(entry), dict.fromkeys(totals, 1)):
         for line in computations[visit.name]:
             if line.op == "while" and known_trip_count(line) is None:
@@ -119,6 +123,22 @@ def average_trip_counts(computations: dict, entry: str, trip_counts: Mapping[str
             elif line.op == "conditional":
                 executions[scope_of(line, totals) + BRANCHES] += visit.times
     return {scope: count / executions[scope] for scope, count in totals.items() if executions[scope]}
+
+
+def _inlined_heads(computations: dict, entry: str, totals: Mapping[str, float]) -> float:
+    """Iterations of the head's loops that run outside of them.
+
+    Where XLA peels the last tick off a loop, the tick's row of the tables is a constant, and so is whether it has a head. A
+    tick has it once: as often as the matmul of one op name is there. Ticks do not share this with the blocks, whose loops
+    have known trip counts where they run in all ticks (`hlo.loop_trip_counts`).
+    """
+    inlined = 0.0
+    for visit in visits(computations, Visit(entry), dict.fromkeys(totals, 1)):
+        if visit.scope != LOGITS:
+            names = (OP_NAME.search(line.rest) for line in computations[visit.name] if is_matmul(line))
+            found = Counter(name[1] for name in names if name and f"/{LOGITS}/while/body/" in name[1])
+            inlined += visit.times * min(found.values(), default=0)
+    return inlined
 
 
 def working_share(line: Line, each: Mapping[str, float]) -> float | None:

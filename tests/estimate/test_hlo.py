@@ -108,6 +108,19 @@ def test_loops_with_dynamic_trip_counts_count_by_scope():
     assert hlo.read(text).flops() == 7 * one
 
 
+def test_heads_that_xla_takes_out_of_loops_are_not_counted_twice():
+    """Of four heads one is in a loop of one iteration, which XLA removes: three are left for the other loop."""
+
+    def head(x, w, count):
+        with jax.named_scope("head"):
+            return lax.fori_loop(0, count, lambda _, x: jnp.sin(x @ w), x)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 16))]
+    text = jax.jit(lambda x, w, count: head(head(x, w, count), w, 1)).lower(*shapes, 5).compile().as_text()
+    read, one = hlo.read(text, {"head": 4}), 2 * 8 * 16 * 16
+    assert (read.flops("head"), read.flops("")) == (3 * one, one)
+
+
 @pytest.mark.parametrize(("layers", "parts"), [(4, 1), (8, 2), (12, 2)])
 def test_a_backward_of_one_block_is_not_in_two_parts(layers, parts):
     """1F1B splits a rank's backward over two ticks; of one block, all of it is in one of them."""

@@ -127,7 +127,7 @@ def test_long_sequences_are_split():
 
 def test_groups_beyond_the_time_that_is_looked_at_are_named():
     """On slow networks large tensor groups are slower by far; they are not looked for, and are not said not to fit."""
-    question = dataclasses.replace(QUESTION, gpus=16, schedules=FEW)
+    question = dataclasses.replace(QUESTION, schedules=FEW, microbatches=(1, 2), context=(1,))
     found = best_layouts(question, 1, DEGREES, within=1.2)
     limit = 1.2 * found.candidates[0].time.total
     every = best_layouts(question, 1, DEGREES)

@@ -70,6 +70,41 @@ def test_a_wrong_file_is_one_line(text, says, tmp_path):
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
+OWN = '[gpu]\nname = "ours"\nlike = "h100-80gb"\n'
+
+
+def test_a_gpu_of_ones_own(tmp_path):
+    """What it has itself, and what it has of the GPU that it is like; products at the shares of its peak by size."""
+    text = OWN + "peak_teraflops = [800, 400]\nmemory_gbytes = 96\nmemory_bandwidth_gbytes = 3000\nwatts = 600\n"
+    cluster = load_cluster(written(tmp_path, "rails = 8\nrail_gbits = 100\n" + text))
+    gpu, base = cluster.gpu, find_gpu("h100-80gb")
+    assert (gpu.name, gpu.peak("bf16"), gpu.peak("fp32"), gpu.memory) == ("ours", 800e12, 400e12, 96e9)
+    assert (cluster.watts, gpu.network_bandwidth, gpu.cores, gpu.family) == (600, 12.5e9, base.cores, "h100")
+    assert rates_of(gpu, "bf16").matmul == pytest.approx(0.71 * 800e12)
+    assert rates_of(gpu, "bf16").memory == pytest.approx(0.75 * 3000e9)
+    own = load_cluster(written(tmp_path, text + "efficiency = [[1e12, 0.7], [1e10, 0.3]]")).gpu
+    rates = rates_of(own, "bf16")
+    assert [rates.matmul_rate(size) for size in (1e9, 1e11, 1e13)] == pytest.approx([240e12, 400e12, 560e12])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[gpu]\nname = "ours"', "gpu.like = None must be a text"),
+        (OWN + "memory = 3", "gpu.memory is not a field: did you mean memory_gbytes"),
+        (OWN + "memory_gbytes = -1", "gpu.memory_gbytes = -1 must be a number from 1 to 100000"),
+        (OWN + "peak_teraflops = 800", "gpu.peak_teraflops = 800 must be a list: of 16 bits, of fp32"),
+        (OWN + "efficiency = [[1e9]]", "must be a list of pairs"),
+        (OWN + "efficiency = [[1e9, 2]]", "gpu.efficiency = 2 must be a number from 0.0001 to 1"),
+        (OWN + "efficiency = [[1e9, 0.2]]\n[measured]\ncopy_gbytes = 9", "has gpu.efficiency, and [measured]"),
+    ],
+)
+def test_a_wrong_gpu_of_ones_own_is_one_line(text, says, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_cluster(written(tmp_path, text))
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
 def test_no_file_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read: .*; pass --cluster FILE.toml"):
         load_cluster(str(tmp_path / "none.toml"))

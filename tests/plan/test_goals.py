@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import tomllib
 
 import pytest
 
@@ -119,7 +121,7 @@ def test_the_nearest_good_numbers_of_gpus_are_named(plan):
 
 
 def test_a_number_of_gpus_that_divides_badly_is_said_so(plan):
-    code, out, _ = plan(f"{MODEL} --gpu a100-80gb --gpus 31 --global-batch-size 248")
+    code, out, _ = plan(f"{MODEL} --gpu a100-80gb --gpus 31 --global-batch-size 248 --zero 0")
     (line,) = [line for line in out.splitlines() if "divide badly" in line]
     assert code == 0 and "--gpus 32 (" in line
 
@@ -154,3 +156,47 @@ def test_a_number_of_gpus_that_divides_badly_is_said_so(plan):
 def test_a_wrong_request_is_one_line(words, says, plan):
     code, _, error = plan(words)
     assert code == 2 and error.startswith("error: ") and error.count("\n") == 1 and says in error
+
+
+def test_a_row_for_each_number_of_gpus(plan, cluster):
+    ours = cluster("ours", 'gpu = "h100-80gb"\nprice = 2')
+    code, out, _ = plan(f"{MODEL} --cluster {ours} --global-batch-size 64 --tokens 1e10 --scaling 1 8 16")
+    head, names, *rows = (line.split() for line in out.splitlines())
+    assert code == 0 and head[:3] == ["gpt3-6.7b", "on", "h100-80gb,"] and names[0] == "GPUs"
+    assert rows[0] == "1 no layout is legal and fits".split()
+    for gpus, row in zip((8, 16), rows[1:], strict=True):
+        seconds, tokens, days, hours, money = (float(row[i].replace(",", "")) for i in (6, 7, 9, 10, 12))
+        assert int(row[0]) == gpus and int(row[1]) * int(row[2]) * int(row[3]) * int(row[4]) == gpus
+        assert tokens == pytest.approx(64 * 2048 / seconds, rel=0.01) and money == pytest.approx(2 * hours, abs=2)
+        assert hours == pytest.approx(1e10 / tokens * gpus / 3600, rel=0.01) and days > 0
+
+
+def test_a_layout_that_was_expected_is_compared_with_the_fastest(plan):
+    words = f"{MODEL} --gpu h100-80gb --gpus 8 --global-batch-size 64"
+    code, out, _ = plan(f"{words} --explain t8 p1 z1")
+    (line,) = [line for line in out.splitlines() if line.startswith("t8 p1 z1: the best of ")]
+    assert code == 0 and "% , most" not in line and re.search(r"\(\+\d+%, most of it \w+: \+", line)
+    parts = [line.split() for line in out.splitlines() if line.startswith("  blocks ")]
+    assert len(parts) == 1 and parts[0][1] != parts[0][3]
+    out = plan(f"{words} --explain t3")[1]
+    assert "t3: no such layout is legal." in out
+    assert (
+        "t16: no such layout is legal. The sizes of a mesh multiply to the 8 GPUs" in plan(f"{words} --explain t16")[1]
+    )
+    code, _, error = plan(f"{words} --explain tall")
+    assert code == 2 and error.startswith("error: explain = tall is not a size, a schedule or a recompute mode")
+
+
+def test_a_directorys_model_is_planned(plan, tmp_path):
+    values = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16}
+    values |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "rms_norm_eps": 1e-5}
+    values |= {"max_position_embeddings": 4096, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False}
+    values |= {"architectures": ["LlamaForCausalLM"]}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    code, out, error = plan(f"--model {folder} --gpu h100-80gb --gpus 8 --global-batch-size 64 --sequence-length 2048")
+    assert code == 0, error
+    written = tomllib.loads((tmp_path / "plan.toml").read_text())
+    assert written["train"]["init_from"] == str(folder) and "options" not in written
+    assert written["model"] == {"sequence_length": 2048} and "0.9B parameters" in out

@@ -48,7 +48,7 @@ class Page(HTMLParser):
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     words = "--model gpt3-6.7b --gpus 16 --gpu a100-80gb --global-batch-size 64 --schedule 1f1b zb_h1 --top 4"
-    words += f" --microbatch-size 1 2 --out {folder / 'plan.toml'} --html {folder / 'report.html'}"
+    words += f" --microbatch-size 1 2 --zero 0 --context 1 --out {folder / 'plan.toml'} --html {folder / 'report.html'}"
     assert main(words.split()) == 0
     return (folder / "report.html").read_text()
 
