@@ -4,10 +4,10 @@ A model is `embed`, then `config.layers` equal blocks, then `head_loss`: pure fu
 
     params = {"blocks": leaves [layers, ...], "shared": leaves}
 
-Every pipeline rank holds "shared" and its own layers of "blocks". Blocks may be of several kinds that differ in their
-parameters: a config with `layer_kinds`, the name of each layer's kind, has {kind: leaves [layers of the kind, ...]} as
-"blocks", and `block` gets weights of any of these structures. Register a subclass of `PipelineModel` for the type of
-its config; `megajax.models.nnx_model.NNXModel` implements most of it from two Flax NNX modules.
+Every pipeline rank holds "shared" and its own layers of "blocks". Blocks may be of several kinds: a config with
+`layer_kinds`, the name of each layer's kind, has {kind: leaves [layers of the kind, ...]} as "blocks", and `block` gets
+weights of any of these structures. Register a subclass of `PipelineModel` for the type of its config;
+`megajax.models.nnx_model.NNXModel` implements most of it from two Flax NNX modules.
 """
 
 import abc
@@ -65,8 +65,7 @@ class ModelContext:
       grouped_matmuls: the matmuls of experts; by default XLA's, on no mesh.
       sum_over_sequence: (array of [b, ...]) -> its sum over the context ranks, which have parts of the same samples.
       gather_sequence: (array of [b, local s, ...]) -> the whole samples' [b, s, ...], on all context ranks.
-      dropout_seed: the run's seed of dropout masks.
-      training, tensor: False for evaluation and generation: no dropout; devices of a tensor group.
+      dropout_seed, training, tensor: of dropout masks; False: without dropout, as in evaluation; devices of a tensor group.
       z_loss, label_smoothing, teacher: of the loss in training (`TrainConfig`), of models with `has_loss_options`.
     """
 
