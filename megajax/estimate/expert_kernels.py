@@ -46,12 +46,8 @@ class ExpertKernels(Kernels):
             return Work()
         model, parallel, unrolls = self.model, self.parallel, self.program.unrolls
         copies = 1 + backward * self.program.splits  # of weights out of the stack: I and W have one each
-        in_place = (
-            self.program.in_place and parallel.zero < 3
-        )  # by the kernels, which I and W do not tell of the weights
-        read = in_place and not (backward and self.program.splits)
-        weights = self.held * (SLICE * (0 if read or (backward and unrolls) else copies))
-        sums = backward * self.held * (UNROLLED_SUMS if unrolls else 0 if in_place else EXPERT_SUMS)
+        weights = self.held * (SLICE * (0 if backward and unrolls else copies))
+        sums = backward * self.held * (UNROLLED_SUMS if unrolls else EXPERT_SUMS)
         hidden = HIDDEN_PASSES[backward] * model.experts.chosen * model.hidden
         inner = INNER_PASSES[backward] * model.routed_inner / parallel.tensor
         tokens = parallel.expert * model.hidden  # which the group sends here
