@@ -54,7 +54,7 @@ def print_samples(samples: Sequence[Shown], console: Any) -> None:
         text = Text("  ")
         for cell, count in _runs(sample.cells):
             style = " ".join(TERMINAL[kind] for kind in _kinds(cell))
-            style += " on grey15" if cell.document % 2 else ""
+            style += " on grey23" if cell.document % 2 else ""
             text.append(
                 _text(cell) + ("\n  " if "\n" in cell.text else "") + (f"\u00d7{count} " if count > 1 else ""), style
             )
@@ -68,7 +68,12 @@ def page(samples: Sequence[Shown], heading: str, tables: str = "") -> str:
     """An HTML page of samples that needs no other file; `tables`: HTML after the heading."""
     template = (importlib.resources.files("megajax.data") / "samples.html").read_text(encoding="utf-8")
     key = "".join(f'<li><span class="{name}">{name}</span> {meaning}</li>' for name, meaning in KEY)
-    texts = {"title": html.escape(heading), "key": key, "tables": tables, "samples": "".join(map(_section, samples))}
+    texts = {
+        "title": html.escape(heading),
+        "key": key if samples else "",
+        "tables": tables,
+        "samples": "".join(map(_section, samples)),
+    }
     return string.Template(template).substitute(texts)
 
 
