@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from megajax.schedules.registry import names, search_order
 
 # The search tries every pair of divisors of these; it takes seconds for the largest published clusters and models.
 MOST_GPUS, MOST_LAYERS = 10**6, 1024
+# Found by name where --model is a directory: they take a while to import, and no other question needs them.
+DIRECTORY, READER = "megajax.data.hub.local_directory", "megajax.interop.hugging_face.config.read_config"
 
 
 def clusters_of(args: argparse.Namespace) -> list[Cluster]:
@@ -80,11 +83,8 @@ def model_named(name: str) -> Any:
     """The preset, or the model of a Hugging Face directory's config.json; raises ConfigError as these do."""
     if not is_directory(name):
         return preset(name)
-    # What reads a directory takes a while to import.
-    from megajax.data.hub import local_directory
-    from megajax.interop.hugging_face.config import read_config
-
-    return read_config(pathlib.Path(local_directory(name, "--model")))[1]
+    directory = pathlib.Path(pkgutil.resolve_name(DIRECTORY)(name, "--model"))
+    return pkgutil.resolve_name(READER)(directory)[1]
 
 
 def _check_expert(model: Any, degrees: Sequence[int]) -> None:
@@ -155,14 +155,6 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         metavar="COUNT",
         help="a row for each of these numbers of GPUs, with time, MFU and cost (default: 16, 32, ..., 4096)",
     )
-    add(
-        "--explain",
-        nargs="+",
-        type=plain_text,
-        metavar="t8",
-        help="why this layout is not the fastest: sizes such as t8 p16 d8 (letters of the table; c: context, e: expert, z: "
-        "zero), a schedule or a recompute mode",
-    )
     add("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the matmuls (default: bf16)")
     add(
         "--optimizer",
@@ -183,6 +175,22 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         metavar="PATTERN",
         help="parameters that are not trained, as of the training; can be repeated (default: none)",
     )
+    _add_output(parser)
+    add(
+        "--memory-margin",
+        type=number(low=0, below=1),
+        default=MEMORY_MARGIN,
+        metavar="SHARE",
+        help="of the usable memory that layouts leave free, as predictions have errors (default: %(default)s)",
+    )
+    _add_choices(parser)
+    add_options(parser, ModelConfig, "model (default: the preset's)")
+    return parser
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    """The options of what is printed and written."""
+    add = parser.add_argument
     add("--top", type=whole(), default=10, metavar="COUNT", help="layouts to list (default: 10)")
     add(
         "--out",
@@ -198,19 +206,17 @@ def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.A
         help="compile so many of the rows, a minute or more for each, and write the one whose program is the fastest; it "
         "needs the extra dryrun and no GPU",
     )
+    add(
+        "--explain",
+        nargs="+",
+        type=plain_text,
+        metavar="t8",
+        help="why this layout is not the fastest: sizes such as t8 p16 d8 (letters of the table; c: context, e: expert, z: "
+        "zero), a schedule or a recompute mode",
+    )
     add("--json", action="store_true", help="print the answer as JSON")
     add("--html", type=local_path, metavar="FILE", help="write the answer as a page for a browser")
     add("--plot", type=picture_file, metavar="FILE", help="draw throughput over mesh shapes (needs megajax[plot])")
-    add(
-        "--memory-margin",
-        type=number(low=0, below=1),
-        default=MEMORY_MARGIN,
-        metavar="SHARE",
-        help="of the usable memory that layouts leave free, as predictions have errors (default: %(default)s)",
-    )
-    _add_choices(parser)
-    add_options(parser, ModelConfig, "model (default: the preset's)")
-    return parser
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
