@@ -155,12 +155,12 @@ class Blocks(ExpertKernels):
     def _stash(self) -> float:
         """Seconds of writing what a block keeps for its backward to the stash: read and written.
 
-        Where ticks of one stage merge, matmuls write there (`pipeline.early_stash`).
+        Where ticks of one stage merge, matmuls without a bias write there (`pipeline.early_stash`).
         """
         parallel = self.parallel
         if self.program.unrolls or parallel.offload_activations:
             return 0.0
-        early = self.program.merges and parallel.pipe == 1 and parallel.zero < 3
+        early = self.program.merges and parallel.pipe == 1 and parallel.zero < 3 and not self._biases[0]
         return 2 * (self.kept - early * kept_by_matmuls(self.run, self.item)) / self.rates.memory
 
     @property
