@@ -241,4 +241,6 @@ def test_ties_are_those_that_comparisons_cannot_tell_apart():
         parallel = one.run.parallel
         splits = parallel.pipe > 1 and parallel.schedule.startswith("zb")
         assert (bar > COMPARISON) == (splits or parallel.zero != fastest.run.parallel.zero)
-    assert 1 < sum(is_tie(one, fastest) for one in found) < len(found)
+    longer = lambda share: dataclasses.replace(fastest.time, blocks=fastest.time.blocks + share * fastest.time.total)  # noqa: E731
+    near, far = (dataclasses.replace(fastest, time=longer(share * COMPARISON)) for share in (0.9, 1.1))
+    assert is_tie(near, fastest) and not is_tie(far, fastest)
