@@ -27,7 +27,8 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     ),
     "finetune-bert": _words("--epochs --seeds"),
     "launch": _words(
-        "--address --hang-timeout --join-wait --max-failures --node-timeout --nodes --processes-per-node --wait-minutes"
+        "--address --hang-timeout --join-wait --max-failures --node-timeout --nodes --processes-per-node --rendezvous "
+        "--wait-minutes"
     ),
     "preprocess": _words(
         "--bad-lines --documents --end-of-document --input --keys --longest-document --no-end-of-document --out --overwrite "
@@ -53,9 +54,10 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     "evaluate-squad": _words("--no-answer --out --predictions --rules --task-data --threshold"),
     "plan": MODEL
     | _words(
-        "--attention --budget --calibrate --cluster --compare --deadline --ema-decay --expert --freeze --global-batch-size "
-        "--gpu --gpus --html --import --json --memory-margin --microbatch-size --model --optimizer --out --plot --precision "
-        "--recompute --schedule --search --tokens --top --vocab-parallel --zero"
+        "--attention --budget --calibrate --cluster --compare --compile --context --deadline --ema-decay --expert "
+        "--explain --fp8 --freeze --global-batch-size --gpu --gpus --html --import --json --memory-margin "
+        "--microbatch-size --model --optimizer --out --plot --precision --recompute --scaling --schedule --search "
+        "--tokens --top --vocab-parallel --zero"
     ),
     "dryrun": _words("--cluster --gpu --import --json --model-only --run --save-hlo --timeout"),
     "calibrate": LAUNCH | _words("--calibrate --cluster --devices --gpu --host-size --import --precision"),

@@ -84,7 +84,7 @@ def test_every_option_of_a_training_that_takes_a_path_refuses_a_remote_one(capsy
     assert len(actions) >= 18
     for action in actions:
         flag = action.option_strings[0]
-        word = "az://bucket/run" if flag in IN_STORES + PAIRS_IN_STORES else "s3://bucket/run"
+        word = "az://bucket/run" if flag in (*IN_STORES, *PAIRS_IN_STORES, "--config") else "s3://bucket/run"
         assert gpt3.main([flag, word]) == 2
         out, error = capsys.readouterr()
         assert not out and error.count("\n") == 1

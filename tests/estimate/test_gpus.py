@@ -112,9 +112,9 @@ def test_cudnn_is_refused_where_it_is_not_supported():
     [
         ("h200", "did you mean h200-141gb or b200?"),  # b200 is spelled alike, and another GPU
         ("H100", "did you mean h100-80gb or h100-pcie or h100-nvl?"),
-        ("gb200", "did you mean gb200-nvl72 or b200?"),
+        ("gb200", "did you mean gb200-nvl72 or b200 or b300?"),
         ("a100-80g", "did you mean a100-80gb"),
-        ("b100", "did you mean b200"),
+        ("b100", "did you mean b300 or b200"),
         ("a", "choose from a100-40gb, "),
     ],
 )

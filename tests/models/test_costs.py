@@ -27,7 +27,10 @@ def test_every_kept_name_is_a_value_of_the_transformer():
     before = dataclasses.replace(PRESETS["gpt2"], dropout=0.1, experts=4)
     after = dataclasses.replace(PRESETS["bert-336m"], post_norm=True)
     # the attention's input is the block's input with norms after the additions
-    for config, absent in ((before, {"output_residual"}), (after, {"attention_input", "router", "dispatched"})):
+    both = dataclasses.replace(before, norm_placement="both")
+    outputs = {"attention_output", "feedforward_output"}  # before their norms
+    after_absent = {"attention_input", "router", "dispatched"} | outputs
+    for config, absent in ((before, {"output_residual"} | outputs), (both, {"output_residual"}), (after, after_absent)):
         costs = transformer_costs(config)
         for mode, names in MODES.items():
             values = {value.name for fused in (False, True) for value in costs.kept_values(mode, fused)}
