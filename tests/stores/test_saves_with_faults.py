@@ -49,8 +49,6 @@ KINDS = {kind: (kind,) for kind in FAULTS} | {"all": FAULTS}
 
 
 @pytest.mark.parametrize("name", KINDS)
-    "kinds", [*((kind,) for kind in FAULTS), FAULTS], ids=lambda kinds: kinds[0] if kinds[1:] == () else "all"
-)
 def test_a_save_is_whole_and_equal_or_no_checkpoint(store, name):
     kinds = KINDS[name]
     directory = place(f"{store.scheme}://bucket/saves/{name.replace(' ', '_')}") / "checkpoints"
