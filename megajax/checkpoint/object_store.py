@@ -70,7 +70,7 @@ def place(path: str | Path) -> Path:
         settings = fsspec.config.conf.setdefault(scheme, {})
         settings.setdefault("use_listings_cache", False)
         if scheme == "s3" and "AWS_MAX_ATTEMPTS" not in os.environ:  # of each of the five tries of s3fs
-            settings.setdefault("config_kwargs", {"retries": {"total_max_attempts": 3, "mode": "standard"}})
+            settings.setdefault("config_kwargs", {"retries": {"total_max_attempts": 5, "mode": "standard"}})
         __import__(LIBRARIES[scheme])
         found = upath.UPath(path.rstrip("/"))
         with store_errors():

@@ -11,7 +11,7 @@ from tests.train.front_door import Command, Run, rows
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(580),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         bool(missing()), reason=f"not installed: {missing()}: pip install 'megajax[stores,store_servers]'"
     ),
@@ -111,12 +111,12 @@ def test_a_pair_in_a_store_trains_as_on_a_disk_and_its_run_is_replayed_from_ther
     start = lambda name, *more: Command(tmp_path, ["experiments.gpt3", *words.split(), *more], name, **own)  # noqa: E731
     near = start("near", str(tmp_path / "near"), "--data-path", str(tmp_path / "pair"))
     far = start("far", place(store, "pair"), "--data-path", f"{store.scheme}://bucket/data/pair")
-    assert near.wait() == far.wait() == 0, near.err + far.err
+    assert near.wait(500) == far.wait(500) == 0, near.err + far.err
     config = f"{place(store, 'pair')}/config.toml"
     again = Command(
         tmp_path, ["experiments.gpt3", "--config", config, "--run-dir", str(tmp_path / "again")], "again", **own
     )
-    assert again.wait() == 0, again.err
+    assert again.wait(500) == 0, again.err
     losses = [row["loss"] for row in rows(tmp_path / "near")]
     assert losses == [row["loss"] for row in rows(tmp_path / "again")] and len(losses) == 5
     lines = [
