@@ -39,6 +39,7 @@ CHUNKS = {"gpipe": 1, "1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2, "looped
     "zb_1p_interleaved": 2,
     "zb_v": 2,
     "dualpipe_v": 2,
+    "hanayo": 2,
     "auto": 2,
 }
 LONG = list(itertools.product(CHUNKS, (0, 1, 3), ("none", "selective", "full")))  # ZeRO level, recompute
