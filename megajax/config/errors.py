@@ -20,7 +20,8 @@ def option(name: str) -> str:
 def near(given: str, names: Iterable[str]) -> str:
     """The part of a message about a name that is not among `names`: at most three near matches, or all of them.
 
-    Near are those that begin with it, if it has three letters or more, those of a letter or two more first, and those that are spelled alike.
+    Near are those that begin with it, if it has three letters or more, first those of a letter or two more; and those that
+    are spelled alike.
     """
     names, start = tuple(names), given.lower()
     longer = [name for name in names if len(given) > 2 and name.lower().startswith(start)]
