@@ -426,3 +426,11 @@ def test_wrong_types_in_a_saved_configuration_are_one_line(tmp_path, monkeypatch
     with pytest.raises(ConfigError) as error:
         parse(["--config", str(path)], "", DEFAULTS)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_context_alone_is_a_mesh_without_pipe_and_tensor():
+    """As any degree that is given alone: the others are 1, and data is what is left of the devices."""
+    request = parse(["--context", "4"], "", {})
+    assert request.devices_needed == 4 and request.mesh(4) == {"data": 1, "pipe": 1, "tensor": 1}
+    assert request.mesh(16) == {"data": 4, "pipe": 1, "tensor": 1}
+    assert parse(["--context", "4", "--pipe", "2"], "", {}).devices_needed == 8
