@@ -110,7 +110,8 @@ def _show(path: Path, verify: bool) -> bool:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
     except (OverflowError, ValueError, OSError):
         saved = "at an unknown time"
-    unused = ["experts", "experts_per_token", "shared_feedforward"] if not model.get("experts") else []
+    of_experts = ("experts", "experts_per_token", "shared_feedforward", "router_groups", "router_group_choices")
+    unused = [*of_experts] if not model.get("experts") else []
     unused += [name for name in ("dense_layers", "lora") if not model.get(name)]
     sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int and name not in unused)
     print(one_line(str(path)))

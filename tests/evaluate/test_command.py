@@ -186,7 +186,7 @@ def test_wrong_input_is_one_line(words, run_dir, text, capsys, tmp_path):
         (*model, *task, "--stride", "0"): "--stride: 0 must be a whole number, 1 or more",
         (*model, *task, "--zero", "1"): "--zero: invalid choice: 1",
         (*model, *task, "--devices", "cpu:8", "--pipe", "8"): "layers = 4 cannot be cut into pipe",
-        (*model, *task, "--devices", "cpu:8", "--tensor", "4"): "kv_heads = 2 cannot be split over tensor = 4",
+        (*model, *task, "--devices", "cpu:8", "--tensor", "8"): "heads = 4 cannot be split over tensor = 8",
         (*model, *task, "--devices", "cpu:1", "--pipe", "2"): "needs .* = 2 devices, but there are 1",
         (*model, *task, "--out", str(tmp_path)): "cannot write .*: Is a directory; give --out the path of a file",
         (*model, *task, "--out", str(tmp_path / "no" / "x")): "cannot write .*: No such file or directory",

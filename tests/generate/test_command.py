@@ -130,7 +130,7 @@ def test_wrong_input_is_one_line(run_dir, capsys, tmp_path):
             "2",
         ): "needs data \\* pipe \\* tensor = 2 devices, but there are 1",
         (*good, *prompt, "--devices", "cpu:8", "--pipe", "8"): "layers = 4 cannot be cut into pipe",
-        (*good, *prompt, "--devices", "cpu:8", "--tensor", "4"): "kv_heads = 2 cannot be split over tensor = 4",
+        (*good, *prompt, "--devices", "cpu:8", "--tensor", "8"): "heads = 4 cannot be split over tensor = 8",
         (*good, "--prompt", ""): "--prompt 1: the prompt is empty",
         (*good, "--prompt", "a" * 48): "--prompt 1: the prompt has 48 tokens, but the model's context is 48",
         (*good, *prompt, "--out", str(tmp_path)): "cannot write .*: Is a directory; give --out the path of a file",
