@@ -20,12 +20,10 @@ def option(name: str) -> str:
 def near(given: str, names: Iterable[str]) -> str:
     """The part of a message about a name that is not among `names`: at most three near matches, or all of them.
 
-    Near are those that begin with it, if it has three letters or more, first those of a letter or two more; and those that
-    are spelled alike.
+    Near are those that begin with it, if it has three letters or more, and those that are spelled alike.
     """
     names, start = tuple(names), given.lower()
     longer = [name for name in names if len(given) > 2 and name.lower().startswith(start)]
-    longer.sort(key=lambda name: len(name) > len(given) + 2)
     alike = difflib.get_close_matches(given, names, n=3, cutoff=0.6)
     matches = list(dict.fromkeys([*longer, *alike]))[:3]
     return f"did you mean {' or '.join(matches)}?" if matches else f"choose from {', '.join(names)}."

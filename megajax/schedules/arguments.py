@@ -99,15 +99,15 @@ def near_hint(given: str, options: Iterable[str]) -> str:
 
 
 def near_options(given: str, options: Iterable[str], cutoff: float = 0.65) -> list[str]:
-    """At most three options that start with a name or are spelled alike; two letters, "--lr", are like nothing.
+    """At most three options that start with a name, the shortest first, or are spelled alike.
 
-    Names are compared without dashes. `cutoff`: difflib's ratio.
+    Names are compared without dashes. Two letters, "--lr", are like nothing. `cutoff`: difflib's ratio.
     """
     names = {name.replace("-", ""): name for name in options if name.startswith("--")}
     word = given.replace("-", "").replace("_", "").lower()
     if len(word) < 3:
         return []
-    starts = [name for name in names if name.startswith(word)]
+    starts = sorted((name for name in names if name.startswith(word)), key=lambda name: (len(name), name))
     alike = difflib.get_close_matches(word, names, n=3, cutoff=cutoff)
     return [names[name] for name in dict.fromkeys([*starts, *alike])][:3]
 

@@ -147,6 +147,7 @@ def test_mistakes():
         training_of(("*",))
 
 
+@pytest.mark.slow
 def test_a_pipelined_loss_has_zero_gradients_of_them():
     model = dataclasses.replace(small.MODEL, lora=2)
     canonical, rows = small.busy_params(model), small.make_batch(small.make_run(microbatches=1, model=model))
