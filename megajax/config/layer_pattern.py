@@ -147,6 +147,12 @@ def check_layer_pattern(model: Any) -> None:
         raise ConfigError("a kind has rotary positions, and the model none: pass --positions rotary.")
     if not model.causal:
         raise ConfigError(f"layer_pattern = {model.layer_pattern} is not supported by BERT: pass --layer-pattern none.")
+    if not model.kind_fields:
+        kind = PART.match(model.layer_pattern.strip())[1]
+        raise ConfigError(
+            f"layer_pattern = {model.layer_pattern} has kinds that differ in nothing: pass --kind-fields "
+            f"{kind}.sliding_window=1024 or others, or omit --layer-pattern."
+        )
     for one in each:
         one.validate()
 

@@ -56,6 +56,10 @@ def test_words_of_fields():
         ({"layers": 20000}, "layers = 20000 is above 10000"),
         ({"layer_pattern": "local,,global"}, "has '', which is no kind"),
         ({"layer_pattern": "none"}, "is of kinds, and layer_pattern = none: pass --layer-pattern, or omit"),
+        (
+            {"kind_fields": ()},
+            "has kinds that differ in nothing: pass --kind-fields local.sliding_window=1024",
+        ),
         ({"kind_fields": ("other.sliding_window=4",)}, "must be KIND.FIELD=VALUE of a kind of layer_pattern"),
         ({"kind_fields": ("local.hidden=4",)}, "hidden cannot differ between kinds"),
         ({"kind_fields": ("local.sliding_window=x",)}, "sliding_window must be a whole number"),
