@@ -84,11 +84,15 @@ def test_a_run_with_faults_loses_no_checkpoint_and_resumes_equal(tmp_path, store
     assert second.wait(500) == 0, second.err
     store.proxy.fault = no_fault
     print(case, store.scheme, "killed" if killed_after else "stopped", steps, dict(store.proxy.counts))
-    message = f"from step {steps[-1]}, the newest" if steps else "starting from step 0"
+    resumed = steps[-1] if steps else 0
+    message = f"from step {resumed}, the newest" if steps else "starting from step 0"
     assert message in second.out, (second.out, second.err)
     assert "Traceback" not in run.err + second.err
     steps, found, log, folders = in_store(store, place)
     assert found == [] and steps[-1] == STEPS and len(steps) <= 3, (steps, second.out)
     assert len(folders) <= len(steps) + second.out.count("NOT saved") + 1, folders
-    assert [row["step"] for row in log] == list(range(1, STEPS + 1))
-    assert [row["loss"] for row in log] == pytest.approx(undisturbed, rel=2e-5)
+    numbers = [row["step"] for row in log]
+    # A killed run loses the lines of its last 10 seconds, which may be all; one that is stopped loses none.
+    assert numbers[0] == 1 if not killed_after else numbers[0] <= resumed + 1
+    assert numbers == list(range(numbers[0], STEPS + 1))
+    assert [row["loss"] for row in log] == pytest.approx(undisturbed[numbers[0] - 1 :], rel=2e-5)
