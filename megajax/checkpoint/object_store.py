@@ -4,8 +4,8 @@ Names are those of universal_pathlib, which has pathlib's operators for every fi
 disk takes them as it takes a `pathlib.Path`. etils.epath, which orbax uses, keeps lists of objects that other processes
 have changed since, knows a fixed set of stores, and cannot create an object on condition that there is none.
 
-An object is written whole or not at all, cannot be renamed, and cannot be appended to. A folder is a part of names: it
-exists when there is an object in it.
+An object is written whole or not at all, and can be neither renamed nor appended to. A folder is a prefix of the names of
+objects: it exists while there is an object with this prefix.
 
 Every function raises an OSError with a `strerror` for whatever its library raises: a store that does not answer is an error
 and never an empty folder.
@@ -20,23 +20,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from megajax.config import ConfigError
+from megajax.data.remote import store_settings
 from megajax.schedules.paths import is_store
 
 __all__ = [
-    *(
-        "Path",
-        "blocks",
-        "children",
-        "create",
-        "errors_of",
-        "exists",
-        "files_below",
-        "is_remote",
-        "move_tree",
-        "place",
-        "read",
-    ),
-    *("remove", "remove_tree", "size_of", "store_errors", "write"),
+    *("Path", "blocks", "children", "create", "errors_of", "exists", "files_below", "is_remote", "move_tree", "place"),
+    *("read", "remove", "remove_tree", "size_of", "store_errors", "write"),
 ]
 
 Path = Any  # pathlib.Path, or universal_pathlib's UPath
@@ -62,13 +51,9 @@ def place(path: str | Path) -> Path:
     if not isinstance(path, str):
         return path
     try:
-        import fsspec.config
         import upath
 
-        scheme = path.partition("://")[0]
-        # Other processes, and tensorstore, change the objects too: lists are never kept.
-        settings = fsspec.config.conf.setdefault(scheme, {})
-        settings.setdefault("use_listings_cache", False)
+        scheme, settings = path.partition("://")[0], store_settings(path)
         if scheme == "s3" and "AWS_MAX_ATTEMPTS" not in os.environ:  # of each of the five tries of s3fs
             settings.setdefault("config_kwargs", {"retries": {"total_max_attempts": 5, "mode": "standard"}})
         __import__(LIBRARIES[scheme])

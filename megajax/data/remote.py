@@ -14,7 +14,16 @@ from typing import Any, BinaryIO
 from megajax.config import ConfigError
 from megajax.schedules.paths import is_store
 
-__all__ = ["expanded", "is_url", "open_binary", "read_range", "remote_errors", "size_of", "version_of"]
+__all__ = [
+    "expanded",
+    "is_url",
+    "open_binary",
+    "read_range",
+    "remote_errors",
+    "size_of",
+    "store_settings",
+    "version_of",
+]
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 BUFFER = 1 << 20  # bytes that are asked of a store at once
@@ -103,13 +112,21 @@ def _matches(path: str, option: str) -> list[str]:
 def _system(path: str) -> tuple[Any, str]:
     """The file system of a URL, and the name in it."""
     try:
-        import fsspec.config
         import fsspec.core
     except ImportError as error:
         raise ConfigError(f"{path} is a URL, which fsspec reads ({error}): pip install 'megajax[data]'") from None
-    if path.startswith(("s3:", "gs:")):  # other processes change the objects: lists are never kept
-        fsspec.config.conf.setdefault(path[:2], {}).setdefault("use_listings_cache", False)
+    if is_store(path):
+        store_settings(path)
     return fsspec.core.url_to_fs(path)
+
+
+def store_settings(path: str) -> dict[str, Any]:
+    """fsspec's settings of an object store for this process; other processes change the objects: lists are never kept."""
+    import fsspec.config
+
+    settings = fsspec.config.conf.setdefault(path.partition("://")[0], {})
+    settings.setdefault("use_listings_cache", False)
+    return settings
 
 
 def _reason(path: str, error: Exception) -> str:

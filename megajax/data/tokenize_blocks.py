@@ -63,7 +63,7 @@ def encode_block(block: Block, recipe: Recipe) -> Result:
 
 
 class Workers:
-    """A context manager: worker processes that tokenize, and that start while the caller goes on."""
+    """A context manager: a pool of processes that tokenize; they start in the background."""
 
     def __init__(self, count: int, size: int = 0):
         """`count` processes; `size`: bytes of the texts, whose blocks limit how many processes start at once."""

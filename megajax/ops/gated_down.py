@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.ops.in_place import of_part
 from megajax.ops.linear import GATHERED, RESIDUAL, Constrain, reduce_scattered
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
-from megajax.runtime.compat import pallas, pallas_call
+from megajax.runtime.compat import pallas, pallas_call, whole_block
 
 __all__ = ["NAME", "gated_down", "gated_gradients"]
 
@@ -86,9 +86,9 @@ def gated_gradients(
     of_up, active = pallas_call(
         functools.partial(_kernel, activation, rows, columns),
         inputs,
-        [_whole(x.shape) for x in inputs],
+        [whole_block(x.shape) for x in inputs],
         [(shape, slopes.dtype) for shape in shapes],
-        [_whole(shape) for shape in shapes],
+        [whole_block(shape) for shape in shapes],
         grid=(-(-width // columns), -(-len(slopes) // rows)),
         settings={"warps": 4, "stages": 1, "name": NAME, "interpret": interpret},
     )
@@ -121,8 +121,3 @@ def _kernel(activation, rows: int, columns: int, place_ref, stack_ref, slopes_re
 
 def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
-
-
-def _whole(shape: tuple[int, ...]):
-    """The block that is the whole array: a program chooses its part by the place."""
-    return pallas().BlockSpec(shape, lambda *_: (0,) * len(shape))

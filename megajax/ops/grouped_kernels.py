@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.runtime.compat import pallas, pallas_call
+from megajax.runtime.compat import pallas, pallas_call, whole_block
 
 __all__ = ["pallas_add", "pallas_gradient", "pallas_product"]
 
@@ -150,9 +150,9 @@ def pallas_product(
     (out,) = pallas_call(
         functools.partial(_product_kernel, tile, transposed, len(tiles.group)),
         inputs,
-        [_whole(x.shape) for x in inputs],
+        [whole_block(x.shape) for x in inputs],
         [((count, columns), rows.dtype)],
-        [_whole((count, columns))],
+        [whole_block((count, columns))],
         grid=(programs,),
         settings=tile.settings | {"name": "grouped_matmul_product", "interpret": interpret},
     )
@@ -217,16 +217,11 @@ def _call_gradient(rows, slopes, sizes, more: list, shape: tuple[int, ...], name
     (result,) = pallas_call(
         functools.partial(_gradient_kernel, tile, (into, out)),
         inputs,
-        [_whole(x.shape) for x in inputs],
+        [whole_block(x.shape) for x in inputs],
         [(shape, jnp.float32)],
-        [_whole(shape)],
+        [whole_block(shape)],
         grid=(-(-into // tile.rows) * -(-out // tile.columns), len(sizes)),
         settings=tile.settings | {"name": name, "interpret": interpret},
         updated=len(inputs) - 1 if more else None,
     )
     return result
-
-
-def _whole(shape: tuple[int, ...]):
-    """The block that is the whole array: programs choose their parts by the run's sizes."""
-    return pallas().BlockSpec(shape, lambda *_: (0,) * len(shape))

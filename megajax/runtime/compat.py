@@ -265,6 +265,11 @@ def pallas() -> types.SimpleNamespace:
     )
 
 
+def whole_block(shape: tuple[int, ...]) -> Any:
+    """The block that is the whole array: a kernel's programs choose their parts by what they read when they run."""
+    return pallas().BlockSpec(shape, lambda *_: (0,) * len(shape))
+
+
 def pallas_call(
     kernel: Callable,
     inputs: Sequence,

@@ -8,22 +8,16 @@ import types
 
 import pytest
 
-from megajax.data import preprocess, shards, tokenize_blocks
+from megajax.data import preprocess, shards
 from megajax.data.preprocess import main
 
 FILES = 7
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, tokenized_here):
     """Files of 1 to 7 documents in the working directory, and preprocessing without processes of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tokenize_blocks.Workers, "__enter__", lambda workers: workers)
-    monkeypatch.setattr(
-        tokenize_blocks.Workers,
-        "encode",
-        lambda _, blocks, recipe: (tokenize_blocks.encode_block(one, recipe) for one in blocks),
-    )
     for number in range(FILES):
         rows = [{"text": f"text {number} {row}" * 9, "title": str(row)} for row in range(number + 1)]
         pathlib.Path(f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "bad\n")

@@ -13,7 +13,7 @@ import pytest
 
 from experiments import finetune, finetune_bert
 from megajax.config import ConfigError
-from megajax.data import preprocess, tokenize_blocks
+from megajax.data import preprocess
 from megajax.data.classification import read_labelled
 from megajax.data.indexed import IndexedDataset
 from megajax.data.race import read_race
@@ -30,15 +30,9 @@ BYTES = load_tokenizer("byte")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, tokenized_here):
     """An empty working directory, and preprocessing without processes of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tokenize_blocks.Workers, "__enter__", lambda workers: workers)
-    monkeypatch.setattr(
-        tokenize_blocks.Workers,
-        "encode",
-        lambda _, blocks, recipe: (tokenize_blocks.encode_block(one, recipe) for one in blocks),
-    )
     return pathlib.Path()
 
 
