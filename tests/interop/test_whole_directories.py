@@ -107,6 +107,7 @@ def test_shorter_samples_cut_a_table_of_positions_and_its_size(family, wanted, t
     assert rows == [wanted] * (wanted is not None)
 
 
+@pytest.mark.slow
 def test_a_fine_tuning_and_a_run_from_it(tmp_path):
     """With a template of one's own it is the only one; what a sample ends with is an end of texts."""
     directory, data = source(tmp_path), chats(tmp_path)

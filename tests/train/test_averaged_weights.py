@@ -60,6 +60,7 @@ def target_of(trainer):
     return types.SimpleNamespace(run=trainer.run, params_layout=layout, weights=lambda params: params)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_and_resumed_on_another_layout_has_the_same_average(tmp_path, text, trained):
     directory, whole, state = trained
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
