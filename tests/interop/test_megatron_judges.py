@@ -47,7 +47,8 @@ def check_logits(save: pathlib.Path, to: pathlib.Path, case: str) -> None:
     from megajax.config import ModelConfig
 
     stored = reader.read_meta(to / "checkpoints" / "step_00000000")["config"]["model"]
-    training = training_of(ModelConfig(**stored), pipe=2)
+    model = ModelConfig(**{key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
+    training = training_of(model, pipe=2)
     found = logits_of(training, restored(to, training).params)
     np.testing.assert_allclose(found, np.load(DIRECTORY / f"{case}.npy"), rtol=0, atol=1e-4)
 
@@ -182,7 +183,8 @@ def truncate(path: pathlib.Path, count: int = 3000) -> None:
 
 
 def edit_metadata(save: pathlib.Path, how) -> None:
-    """Pickles .metadata again, with `how` applied."""
+    """Pickles .metadata again, with `how` applied; the golden one is of torch 2.15, which older ones cannot read."""
+    pytest.importorskip("torch", minversion="2.15")
     path = save / "iter_0000007" / ".metadata"
     found = pickle.loads(path.read_bytes())
     how(found)
@@ -368,4 +370,4 @@ def test_a_tokenizer_in_the_checkpoint_is_used(tmp_path):
     (save / "iter_0000007" / "tokenizer").mkdir()
     shutil.copyfile(TOKENIZER, save / "iter_0000007" / "tokenizer" / "tokenizer.json")
     assert run(save, tmp_path / "run", "--sequence-length", 16) == 0
-    assert (tmp_path / "run" / "hugging_face" / "tokenizer.json").is_file()
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").is_file()

@@ -29,7 +29,7 @@ ARGUMENTS = "argparse.Namespace"
 STRUCTURES = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata", "MetadataIndex"),
-        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("StorageMeta", "_MEM_FORMAT_ENCODING"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.serialization": ("_get_layout",),
@@ -66,6 +66,14 @@ class Unread:
 
     def extend(self, items: Any) -> None:
         """Ignores the items."""
+
+
+class Properties:
+    """The dtype of a stored tensor. A newer torch stores more fields than an older one's own class takes (2.15: six)."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Takes the first field, the dtype, and ignores the others."""
+        self.dtype = state[0]
 
 
 def torch_library(what: Any) -> ModuleType:
@@ -144,6 +152,8 @@ class _Metadata(pickle.Unpickler):
         """The class that the pickle names, if it is one of those."""
         if module == "torch" and isinstance(getattr(self.torch, name, None), self.torch.dtype):
             return getattr(self.torch, name)
+        if (module, name) == ("torch.distributed.checkpoint.metadata", "TensorProperties"):
+            return Properties
         if name in STRUCTURES.get(module, ()):
             return super().find_class(module, name)
         _check(self.path, f"{module}.{name}")
