@@ -134,6 +134,8 @@ def _remote(value: Any, kind: str) -> tuple[str, str] | None:
 
 
 def _tuple_rule(field: dataclasses.Field, value: Any) -> str:
+    if isinstance(value, list):  # of Python code: a list has no hash, which programs are looked up by
+        return "must be a tuple, not a list"
     if field.type == tuple[int, ...]:
         legal = isinstance(value, tuple) and not any(_number_rule(one, whole=True) for one in value)
         return "" if legal else "must be a list of whole numbers above 0"

@@ -8,7 +8,7 @@ from megajax.config.experts import check_expert_parallel
 from megajax.config.layer_kinds import DENSE, check_kinds_parallel
 from megajax.config.parallel import ParallelConfig
 
-__all__ = ["check_split"]
+__all__ = ["can_exchange", "check_split", "heads_of_device"]
 
 
 def check_split(model: Any, parallel: ParallelConfig) -> None:
@@ -24,8 +24,8 @@ def check_split(model: Any, parallel: ParallelConfig) -> None:
     check_kinds_parallel(model, parallel)
     if parallel.context > 1 and model.unfused_attention:
         raise ConfigError(
-            f"{model.unfused_attention} = {getattr(model, model.unfused_attention)} is not computed by ring attention, "
-            f"which context = {parallel.context} needs: pass --context 1."
+            f"{model.unfused_attention} = {getattr(model, model.unfused_attention)} is not computed by the kernels of "
+            f"attention that context = {parallel.context} needs: pass --context 1."
         )
     if parallel.context > 1 and model.sequence_length % (2 * parallel.context):
         legal = [1] + [n for n in divisors(model.sequence_length) if n > 1 and model.sequence_length % (2 * n) == 0]
@@ -65,9 +65,34 @@ def check_split(model: Any, parallel: ParallelConfig) -> None:
                 + either(one_of("tensor", legal, parallel.tensor), one_of(name, multiples(step, size), size), instead)
                 + "."
             )
+    _check_exchange(model, parallel)
     for name in ("dropout", "lora_dropout"):
         if parallel.context > 1 and getattr(model, name) > 0:
             raise ConfigError(
                 f"{name} = {getattr(model, name)}, but dropout masks are drawn for whole sequences and context = "
                 f"{parallel.context} splits them: pass --{name.replace('_', '-')} 0 or --context 1."
             )
+
+
+def _check_exchange(model: Any, parallel: ParallelConfig) -> None:
+    """Raises ConfigError if heads cannot be split over the ranks of a sample as `context_exchange` requires."""
+    if parallel.context == 1 or parallel.context_exchange != "all_to_all":
+        return
+    queries, keys = heads_of_device(model, parallel)
+    if not can_exchange(queries, keys, parallel.context):
+        legal = [n for n in divisors(queries) if can_exchange(queries, keys, n)]
+        raise ConfigError(
+            f"context_exchange = all_to_all splits the heads of a device, {queries} of queries and {keys} of keys, which "
+            f"context = {parallel.context} cannot: pass {one_of('context', legal, parallel.context)}, or "
+            "--context-exchange ring."
+        )
+
+
+def heads_of_device(model: Any, parallel: ParallelConfig) -> tuple[int, int]:
+    """(heads of queries, heads of keys) of a device; of fewer keys' than tensor ranks, each has a copy of one."""
+    return model.heads // parallel.tensor, max(1, model.key_value_heads // parallel.tensor)
+
+
+def can_exchange(queries: int, keys: int, ranks: int) -> bool:
+    """Whether a device's heads of queries, and of keys, can be split over the ranks of a sample (`exchanged_attention`)."""
+    return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)

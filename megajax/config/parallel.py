@@ -25,7 +25,14 @@ class ParallelConfig:
     pipe: int = setting(1, "pipeline stages (ranks) the layers are split over")
     tensor: int = setting(1, "devices each layer's matrices are split over; keep within one host's fast links")
     context: int = setting(
-        1, "devices that share a sample's sequence (ring attention); neighbours on the mesh's data axis"
+        1, "devices that share a sample's sequence (context parallelism); neighbours on the mesh's data axis"
+    )
+    context_exchange: str = setting(
+        "auto",
+        "how attention gets what the other devices of a sample have: keys and values sent round a ring, or parts of the "
+        "sequence exchanged for parts of the heads (all_to_all, as DeepSpeed-Ulysses), which every schedule can run; auto: "
+        "what the time model says is faster, of those that the heads and the schedule allow",
+        ("auto", "ring", "all_to_all"),
     )
     expert: int = setting(
         1,
@@ -148,9 +155,14 @@ class ParallelConfig:
 
     @property
     def rings(self) -> tuple[str, ...]:
-        """The options for which a block communicates round a ring of devices."""
+        """The options for which a block communicates round a ring of devices. `context_exchange` "auto" counts as ring."""
         tensor = self.tensor_overlap == "ring" and self.tensor > 1
-        return (*(["context"] if self.context > 1 else []), *(["tensor_overlap"] if tensor else []))
+        return (*(["context"] if self.ring_ranks > 1 else []), *(["tensor_overlap"] if tensor else []))
+
+    @property
+    def ring_ranks(self) -> int:
+        """Ranks between whose parts of a sample attention's products are split; 1: a product has whole samples."""
+        return 1 if self.context_exchange == "all_to_all" else self.context
 
     def stage_layers(
         self, layers: int, placement: Placement | None = None, kinds: tuple[str, ...] | None = None

@@ -1,13 +1,15 @@
 """What `auto` resolves to, of the options that a run may leave to the estimates: one order, and one place for it.
 
-`--expert-dispatch auto` is what `expert_dispatch.py` says is faster. `--vocab-parallel auto` depends on it, and is decided
-here. Split over `pipe`, every stage has the same part of embedding and head, in memory and in work, and each microbatch
-costs five sums over `pipe`. Split over `tensor` alone, the last stage computes all logits while the others wait.
-`--attention auto` is what the GPU supports (`ops/attention_choice.py`).
+`--expert-dispatch auto` is what `expert_dispatch.py` says is faster, `--context-exchange auto` what `context_exchange.py`
+says. `--vocab-parallel auto` depends on both, and is decided here. Split over `pipe`, every stage has the same part of
+embedding and head, in memory and in work, and each microbatch costs five sums over `pipe`. Split over `tensor` alone, the
+last stage computes all logits while the others wait. `--attention auto` is what the GPU supports
+(`ops/attention_choice.py`).
 """
 
 from megajax.config import RunConfig
 from megajax.estimate import model_costs
+from megajax.estimate.context_exchange import with_context_exchange
 from megajax.estimate.expert_dispatch import with_expert_dispatch
 from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
@@ -27,7 +29,7 @@ def resolved(run: RunConfig, gpu: Gpu) -> RunConfig:
 
 def resolved_layout(run: RunConfig, gpu: Gpu) -> RunConfig:
     """`resolved` but for the attention, which a run that trains chooses on its devices (`models.context`)."""
-    return with_vocabulary(with_expert_dispatch(run, gpu), gpu)
+    return with_vocabulary(with_context_exchange(with_expert_dispatch(run, gpu), gpu), gpu)
 
 
 def with_vocabulary(run: RunConfig, gpu: Gpu) -> RunConfig:

@@ -35,11 +35,19 @@ from megajax.estimate.trained import trained_parameters
 from megajax.models.costs import ModelCosts
 from megajax.pipeline.program import StepProgram
 
-__all__ = ["block_sends", "collectives", "context_sends", "expected", "replica_sends", "step_sends"]
+__all__ = [
+    "block_sends",
+    "collectives",
+    "context_sends",
+    "exchanged_elements",
+    "expected",
+    "replica_sends",
+    "step_sends",
+]
 
 GRADIENT = 4  # bytes: gradients are summed in fp32
 BLOCKS, ENDS, TICKS, STEP = "blocks", "embedding and head", "ticks", "step"
-PERMUTE, SCATTER, REDUCE = "collective-permute", "reduce-scatter", "all-reduce"
+PERMUTE, SCATTER, REDUCE, ALL_TO_ALL = "collective-permute", "reduce-scatter", "all-reduce", "all-to-all"
 # Of the tensor group: of pairs of matmuls that may be sent round a ring, of experts', and of the tokens of all replicas of
 # an expert group, which are as many times as large.
 DENSE, EXPERTS, GROUP = "dense", "experts", "group"
@@ -231,9 +239,7 @@ def _data(run: RunConfig) -> list[Sent]:
     """Keys and values round a ring; with ZeRO-3 the gradients of a block, and its weights, each time it runs."""
     lines, item = [], ITEMSIZE[run.train.precision]
     if run.parallel.context > 1:
-        times, each = context_sends(run)
-        formula = "(6C-4) bsgd/(Ct) per layer and microbatch"
-        lines.append(Sent("data", PERMUTE, "keys, values round a ring", BLOCKS, formula, times, each * item))
+        lines += _exchanged(run, item) if run.parallel.ring_ranks == 1 else _around(run, item)
     trained = trained_parameters(run)
     for number, kind in enumerate(layers_of_kinds(run) if run.parallel.zero == 3 else ()):
         own = trained.blocks[number] if trained else None
@@ -299,6 +305,44 @@ def _on_all_stages(run: RunConfig) -> int:
 def _shared(run: RunConfig) -> int:
     """Trained parameters outside the blocks on a device."""
     return trained_shared_parameters(run, Sharding.from_config(run))
+
+
+def _around(run: RunConfig, item: int) -> list[Sent]:
+    """Keys and values round a ring."""
+    times, each = context_sends(run)
+    formula = "(6C-4) bsgd/(Ct) per layer and microbatch"
+    return [Sent("data", PERMUTE, "keys, values round a ring", BLOCKS, formula, times, each * item)]
+
+
+def _exchanged(run: RunConfig, item: int) -> list[Sent]:
+    """Parts of the sequence for parts of the heads. Full recompute sends the results once more."""
+    ranks, blocks = run.parallel.context, run.microbatches * _of_blocks(run, lambda kind: 1)
+    often = 6 + (run.parallel.recompute == "full")
+    arrays = zip(
+        ("queries and results for heads", "keys and values for heads"),
+        (f"{often} (C-1) bsad/(CCt) per layer and microbatch", "6 (C-1) bsgd/(CCt), g at least C t"),
+        (often, 6),
+        exchanged_elements(run),
+        strict=True,
+    )
+    return [
+        Sent("data", ALL_TO_ALL, what, BLOCKS, formula, times * blocks, (ranks - 1) / ranks * one * item, False)
+        for what, formula, times, one in arrays
+        if one
+    ]
+
+
+def exchanged_elements(run: RunConfig) -> tuple[float, float]:
+    """Elements of a rank's queries, and of its keys as often as they are copied, that ranks exchange for heads.
+
+    Of each two arrays forward, four backward (`ops/exchanged_attention.py`).
+    """
+    model, parallel = model_costs(run.model), run.parallel
+    if model.attention is None:
+        return 0.0, 0.0
+    one = rows_of(model, parallel) * model.attention.head_size
+    keys = max(1, model.attention.groups // parallel.tensor)
+    return one * model.attention.heads / parallel.tensor, one * max(keys, parallel.context)
 
 
 def context_sends(run: RunConfig) -> tuple[float, float]:

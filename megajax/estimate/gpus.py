@@ -192,7 +192,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
         dropout=attention.dropout,
         window=attention.window,
         mask=mask_of(run.data.resets_attention, attention),
-        context=run.parallel.context,
+        context=run.parallel.ring_ranks,
         precision=run.train.precision,
         device=device,
         installed=FUSED,

@@ -17,13 +17,13 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megajax.estimate.communication import GATHER, context_sends, replica_sends
+from megajax.estimate.communication import GATHER, context_sends, exchanged_elements, replica_sends
 from megajax.estimate.expert_kernels import EXPERTS_HIDDEN, SLICE, ExpertKernels
 from megajax.estimate.gpus import is_fused
 from megajax.estimate.memory import block_parameters, is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
 from megajax.estimate.merged_ticks import exposed_parts, has_latencies
 from megajax.estimate.program_kernels import Work
-from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, in_a_host
+from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, devices_here, in_a_host
 from megajax.estimate.trained import trained_parameters
 
 __all__ = ["Blocks"]
@@ -52,6 +52,10 @@ ACCUMULATION = 10
 FP8_WEIGHT, FP8_PASSES, FP8_KERNELS = 28, 7, 22
 # Ring attention: passes over the queries for each step of the ring, and kernels, of a forward and of a backward.
 RING_PASSES, RING_KERNELS = (8, 18), (8, 13)
+# Exchange of the sequence for heads: passes over each array that is exchanged, and kernels of a forward.
+EXCHANGE_PASSES, EXCHANGE_KERNELS = 2, 8
+# Of the exchanges of both passes merged, what is exposed.
+CONTEXT_MERGED = 0.5
 # Collective matmuls: passes over inputs and outputs, without the rank's own part; kernels for each other part, and of a pass
 # besides; of a ring's time what is exposed at least.
 PART_PASSES, PART_KERNELS, RING_MATMUL, RING_EXPOSED = 3, 2, 7, 0.15
@@ -281,10 +285,13 @@ class Blocks(ExpertKernels):
             values *= self.rows * self.item
             sends = (2 * times - backward) * self._pairs * (self._parts - 1)
             work += self.traffic(PART_PASSES * times * values, RING_MATMUL + PART_KERNELS * sends)
-        heads, steps = self.model.attention, self.parallel.context - 1
+        heads, steps = self.model.attention, self.parallel.ring_ranks - 1
         if heads is not None and steps:
             queries = self.rows * heads.heads * heads.head_size / self.parallel.tensor * self.item
             work += self.traffic(steps * RING_PASSES[backward] * queries, steps * RING_KERNELS[backward])
+        if heads is not None and self.parallel.context > self.parallel.ring_ranks:
+            arrays = (2 + 2 * backward) * sum(exchanged_elements(self.run)) * self.item
+            work += self.traffic(EXCHANGE_PASSES * arrays, EXCHANGE_KERNELS * (1 + backward))
         if self._pairs and self.split > 1 and self.parallel.microbatch_size > 1:
             # the sequence is gathered and scattered as the outer axis, and matmuls take samples as the outer one
             arrays = 2 * (1 + backward) * self._pairs
@@ -359,7 +366,10 @@ class Blocks(ExpertKernels):
         sends = self.sends
         all_of_them, _, experts = self.over_tensor(sends.forward + sends.gradients + sends.again + sends.sums)
         exposed = self._merged_exposed(kernels, all_of_them) + shown * experts
-        return kernels + Work(traffic=self._stash, tensor=exposed, expert=shown * sum(self.dispatched), data=data)
+        context = CONTEXT_MERGED * (self._around(0) + self._around(1))
+        return kernels + Work(
+            traffic=self._stash, tensor=exposed, context=context, expert=shown * sum(self.dispatched), data=data
+        )
 
     def _merged_exposed(self, kernels: Work, all_of_them: float) -> float:
         """Seconds of a merged block's collectives that nothing overlaps, of two pairs of matmuls as of any number.
@@ -383,7 +393,9 @@ class Blocks(ExpertKernels):
         return max(self._pairs / 2 * exposed, all_of_them - beside) + CROWDED * crowded
 
     def _around(self, backward: int) -> float:
-        """Seconds of exposed sends of keys and values round a ring of C ranks (`ops/ring_attention.py`), in one block.
+        """Seconds of exposed sends of attention's arrays between C ranks, in one block.
+
+        Exchanged for heads (`ops/exchanged_attention.py`) all of them are exposed. Keys and values round a ring:
 
         XLA starts all of them before the first product, and so hides only the last of a forward; in a backward, which sends
         gradients too, about as many are exposed.
@@ -391,4 +403,8 @@ class Blocks(ExpertKernels):
         ranks, (_, elements) = self.parallel.context, context_sends(self.run)
         if ranks == 1 or not elements:
             return 0.0
+        if self.parallel.ring_ranks == 1:
+            here = devices_here(self.parallel, self.rates.host_size, ranks, "data")
+            part = [one * self.item / ranks for one in exchanged_elements(self.run)]
+            return (2 + 2 * backward) * sum(self.rates.all_to_all(one, ranks, here) for one in part)
         return (2 * (ranks - 1) - (1 - backward)) * self.send(elements * self.item, "data", ranks)

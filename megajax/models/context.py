@@ -21,11 +21,12 @@ from megajax.ops.attention import (
 from megajax.ops.attention_choice import FUSED, Choice, choose_attention, mask_of
 from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.distillation import Teacher
+from megajax.ops.exchanged_attention import exchanged_attention
 from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
 from megajax.ops.gated_down import gated_down
 from megajax.ops.grouped_matmul import GroupedMatmuls, kernel_for
 from megajax.ops.linear import RESIDUAL, Operations, plain_operations
-from megajax.ops.ring_attention import AxisName, gather_sequence, ring_attention, ring_sum
+from megajax.ops.ring_attention import AxisName, gather_sequence, ring_attention, sequence_sum
 from megajax.ops.tokamax_kernels import generation
 from megajax.ops.vocabulary import VocabularySharding, lookup, over_pipe, plain_lookup
 from megajax.sharding.rules import AxisRules, default_rules, only
@@ -66,7 +67,7 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
         dropout=attention.dropout,
         window=attention.window,
         mask=mask_of(run.data.resets_attention, attention),
-        context=parallel.context,
+        context=parallel.ring_ranks,
         precision=run.train.precision,
         device=device,
     )
@@ -154,7 +155,7 @@ def model_context(
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
         experts=_expert_group(run.parallel, rules, device),
         grouped_matmuls=GroupedMatmuls(kernel_for(device), True, "tensor" in rules.mesh_axes("feedforward")),
-        sum_over_sequence=partial(ring_sum, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
+        sum_over_sequence=partial(sequence_sum, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         gather_sequence=partial(gather_sequence, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         dropout_seed=run.train.seed,
         training=training,
@@ -210,14 +211,16 @@ def _operations(run: RunConfig, rules: AxisRules, attention: Choice, device: jax
 def _kernel(attention: Choice, parallel: ParallelConfig, device: jax.Device) -> Kernel:
     """The kernel for a sequence that `parallel.context` ranks share."""
     context = parallel.context
-    if attention.name == "cudnn" and context == 1 and attention.window is not None:
-        return cudnn_kernel(attention.window)
     kernel = {"cudnn": CUDNN, "xla": XLA}.get(attention.name) or (
         INTERPRETED if attention.interpreted else tokamax_kernel(device)
     )
-    if context > 1:
+    if parallel.ring_ranks > 1:
         return ring_attention(kernel, _replica_axis(parallel), context, attention.window)
-    return with_window(kernel, attention.window)
+    if attention.name == "cudnn" and attention.window is not None:
+        kernel = cudnn_kernel(attention.window)
+    else:
+        kernel = with_window(kernel, attention.window)
+    return kernel if context == 1 else exchanged_attention(kernel, _replica_axis(parallel), context)
 
 
 def _fp8_product():

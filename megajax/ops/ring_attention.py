@@ -38,7 +38,7 @@ from megajax.config import ConfigError
 from megajax.ops.attention import Kernel, document_starts
 from megajax.ops.flash_attention import HIDDEN_SCORE
 
-__all__ = ["AxisName", "gather_sequence", "ring_attention", "ring_sum", "split_batch", "zigzag"]
+__all__ = ["AxisName", "gather_sequence", "neighbours", "ring_attention", "sequence_sum", "split_batch", "zigzag"]
 
 AxisName = str | tuple[str, ...]
 
@@ -112,19 +112,25 @@ def ring_attention(kernel: Kernel, axis_name: AxisName, ranks: int, window: int 
     return Kernel(partial(_forward, ring), partial(_backward, ring))
 
 
-def ring_sum(x: jax.Array, axis_name: AxisName, ranks: int) -> jax.Array:
-    """The sum of a small array over `ranks` neighbours on a mesh axis, on all of them; called as `ring_attention` is."""
-    total, sent = x, x
-    for _ in range(ranks - 1):
-        sent = lax.ppermute(sent, axis_name, _route(axis_name, ranks))
-        total = total + sent
-    return total
+def neighbours(axis_name: AxisName, ranks: int) -> list[list[int]]:
+    """The ranks of each sample on a mesh axis, as the groups of a collective."""
+    count = lax.axis_size(axis_name)
+    return [list(range(first, first + ranks)) for first in range(0, count, ranks)]
+
+
+def sequence_sum(x: jax.Array, axis_name: AxisName, ranks: int) -> jax.Array:
+    """The sum of a small array over `ranks` neighbours on a mesh axis, on all of them; no other ranks have to reach it."""
+    if ranks == 1:
+        return x
+    copies = jnp.broadcast_to(x, (ranks, *x.shape))
+    groups = neighbours(axis_name, ranks)
+    return lax.all_to_all(copies, axis_name, 0, 0, axis_index_groups=groups, tiled=True).sum(0)
 
 
 def gather_sequence(x: jax.Array, axis_name: AxisName, ranks: int) -> jax.Array:
     """The whole samples' [b, s, ...] from each of `ranks` neighbours' [b, s / ranks, ...], in the order of the sequence.
 
-    For small arrays: all of the mesh axis is gathered. Unlike `ring_sum`, only the ranks of a mesh axis have to reach it.
+    For small arrays: all of the mesh axis is gathered. Only the ranks of a mesh axis have to reach it.
     """
     if ranks == 1:
         return x

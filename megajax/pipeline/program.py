@@ -141,12 +141,12 @@ class StepProgram:
         """Whether ranks without work run their blocks too: blocks have a ring that all ranks must reach."""
         return bool(self.run.parallel.rings)
 
-    @property
+    @functools.cached_property
     def skips_slots(self) -> bool:
         """Whether stages run their own blocks only, and nothing for their empty slots."""
         return self.layers.skips_slots and not self.computes_bubbles
 
-    @property
+    @functools.cached_property
     def merges(self) -> bool:
         """Whether ticks in which every rank has a forward and a backward run both in one loop over blocks.
 
@@ -262,17 +262,17 @@ class StepProgram:
         closed = self.spec.slots(**arguments) if self.spec.slots else None
         return closed or counted_slots(self.spec, **arguments)
 
-    @property
+    @functools.cached_property
     def merged_ticks(self) -> int:
         """How many of a rank's forwards of a chunk run in one loop with a backward.
 
         Of a rank that is never without work, all but those of its warm-up; where that is all of them, the last one still
-        meets the first backward.
+        meets the first backward, but for a single one, which is its own.
         """
         if not (self.merges and self.paired):
             return 0
         warm_up = self.schedule_slots.stash
-        return self.passes - warm_up if self.passes > warm_up else int(self.passes == warm_up)
+        return self.passes - warm_up if self.passes > warm_up else int(self.passes == warm_up > 1)
 
     @property
     def slots(self) -> Slots:

@@ -160,7 +160,8 @@ class _BestFirst:
     def _unscheduled(self, base: RunConfig) -> Iterator[Fields]:
         known = {name: values for name, values in self.filters.items() if name not in SCHEDULE_FIELDS}
         for fields in layouts(base, self.question.gpus, known):
-            attention = attention_of(base, self.question.gpu, fields["attention"], fields["context"])
+            ranks = fields["context"] if fields["context_exchange"] == "ring" else 1
+            attention = attention_of(base, self.question.gpu, fields["attention"], ranks)
             if attention is not None:
                 yield {**fields, "attention": attention}
 

@@ -143,6 +143,7 @@ class Bounds:
         own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.recompute)
         own += (parallel.recompute_blocks, parallel.zero == 3, parallel.sequence_parallel, parallel.attention)
         own += (parallel.offload_activations, parallel.tensor_overlap, parallel.axis_order, splits, apart)
+        own += (parallel.context_exchange,)
         if not apart:
             own += (parallel.schedule, parallel.data)
         elif not inside:  # neighbours on other axes decide how many of a tensor group are in a host
@@ -203,8 +204,11 @@ def _unscheduled(run: RunConfig) -> RunConfig:
 
 
 def _bounded(work: Work) -> float:
-    """Seconds without the communication that depends on where the replicas of a group are."""
-    return work.total - work.context - work.data - work.expert
+    """Seconds without the communication that depends on where the replicas of a group are.
+
+    That of the ranks of a sample stays: with two stages no fewer of them are in a host than with more.
+    """
+    return work.total - work.data - work.expert
 
 
 _sizes = functools.lru_cache(maxsize=1 << 16)(

@@ -211,7 +211,7 @@ def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _title(run: RunConfig, gpu: Gpu) -> str:
     parallel = run.parallel
-    context = f"context {parallel.context} x " if parallel.context > 1 else ""
+    context = f"context {parallel.context} ({parallel.context_exchange}) x " if parallel.context > 1 else ""
     experts = f" (expert {parallel.expert}, dispatch {parallel.expert_dispatch})" if parallel.expert > 1 else ""
     return (
         f"{run.model.name}: {shown_parameters(run.model)} on data {parallel.data}{experts} x {context}pipe "

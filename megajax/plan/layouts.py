@@ -15,6 +15,7 @@ from megajax.config import ConfigError, ParallelConfig, RunConfig
 from megajax.config.errors import divisors
 from megajax.config.parallel import MESH_AXES
 from megajax.estimate import model_costs
+from megajax.estimate.context_exchange import exchanges
 from megajax.schedules.registry import search_order, specs
 
 __all__ = ["ALIKE", "FIELDS", "SCHEDULE_FIELDS", "Fields", "layouts", "passes"]
@@ -116,6 +117,12 @@ def _axis_order(run: RunConfig, gpus: int, layout: Fields) -> list[tuple[str, ..
     return [*found.values()]
 
 
+def _context_exchange(run: RunConfig, gpus: int, layout: Fields) -> list[str]:
+    """Those that the heads of a device allow."""
+    one = run.with_layout(tensor=layout["tensor"], context=layout["context"])
+    return ["all_to_all", "ring"] if layout["context"] > 1 and exchanges(one) else ["ring"]
+
+
 def _replicas(layout: Fields) -> int:
     return layout["data"] * layout["context"]
 
@@ -135,6 +142,7 @@ def _fewest(counts: Sequence[int], layers: int, each: int = 1) -> list[int]:
 FIELDS: dict[str, Callable[[RunConfig, int, Fields], Sequence]] = {
     "tensor": _tensor,
     "context": lambda run, gpus, layout: [n for n in divisors(gpus // layout["tensor"]) if n <= MOST_CONTEXT],
+    "context_exchange": _context_exchange,
     "pipe": _pipe,
     "data": lambda run, gpus, layout: _quotient(gpus, layout["tensor"] * layout["context"] * layout["pipe"]),
     "expert": _expert,

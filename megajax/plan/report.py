@@ -65,7 +65,7 @@ COLUMNS = {
 # What to pass for a layout, as data.
 LAYOUT = (
     *("data", "context", "pipe", "tensor", "chunks", "schedule", "microbatch_size", "recompute", "zero"),
-    *("vocab_parallel", "attention", "sequence_parallel", "expert", "expert_dispatch"),
+    *("vocab_parallel", "attention", "sequence_parallel", "expert", "expert_dispatch", "context_exchange"),
 )
 SHORT = {"interleaved_1f1b": "interleaved", "zb_1p_interleaved": "zb_1p", "eager_1f1b": "eager"}
 
@@ -150,7 +150,7 @@ def _row(number: int, one: Candidate, found: Answer) -> str:
         f"{number:>2}."
         + "".join(template.format(texts[name]) for name, (_, template) in COLUMNS.items())
         + f"  {memory_bar(one.memory, usable_bytes(one.question.gpu))}"
-        + (f"  context {parallel.context}" if parallel.context > 1 else "")
+        + (f"  context {parallel.context}, {parallel.context_exchange}" if parallel.context > 1 else "")
         + "  fp8" * (one.run.train.matmul_dtype == "fp8")
         + (f"  expert {parallel.expert}" if parallel.expert > 1 else "")
         + (", all_to_all" if parallel.expert > 1 and parallel.expert_dispatch == "all_to_all" else "")

@@ -22,6 +22,7 @@ from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.step_time import StepTime, step_time
+from megajax.pipeline.program import StepProgram
 from megajax.plan.layouts import Fields, layouts, passes
 from megajax.schedules.registry import search_order
 
@@ -88,7 +89,11 @@ class Question:
     def choices(self) -> Mapping[str, Sequence | None]:
         """The fields of a layout that are searched, each with the values to consider; None: all that are declared."""
         asked = {field: getattr(self, name) for name, field in CHOICES.items()}
-        return {"tensor": self.tensor_sizes, **asked, **dict.fromkeys(("pipe", "data", "chunks", *self.also))}
+        return {
+            "tensor": self.tensor_sizes,
+            **asked,
+            **dict.fromkeys(("context_exchange", "pipe", "data", "chunks", *self.also)),
+        }
 
     @property
     def memory_limit(self) -> float:
@@ -283,15 +288,19 @@ def legal_run(question: Question, base: RunConfig, fields: Fields) -> RunConfig 
     run = RunConfig(base.model, ParallelConfig(**{**fields, "expert_dispatch": dispatch}), base.train)
     if not passes(run.parallel.validate, run.validate_together):  # its model and training are legal by themselves
         return None
-    attention = attention_of(base, question.gpu, run.parallel.attention, run.parallel.context)
+    if "context" in run.parallel.rings and not StepProgram.of(run).paired:  # see `pipeline.device_checks`
+        return None
+    attention = attention_of(base, question.gpu, run.parallel.attention, run.parallel.ring_ranks)
     return attention and with_expert_dispatch(run.with_layout(attention=attention), question.gpu)
 
 
 @functools.lru_cache(maxsize=256)  # a search asks thousands of times
-def attention_of(base: RunConfig, gpu: Gpu, requested: str, context: int) -> str | None:
-    """The attention that runs; None if it is not supported."""
+def attention_of(base: RunConfig, gpu: Gpu, requested: str, ranks: int) -> str | None:
+    """The attention that runs, whose products are split between so many ranks; None if it is not supported."""
     try:
-        return with_attention(base.with_layout(attention=requested, context=context), gpu).parallel.attention
+        return with_attention(
+            base.with_layout(attention=requested, context=ranks, context_exchange="ring"), gpu
+        ).parallel.attention
     except ConfigError:
         return None
 

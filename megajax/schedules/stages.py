@@ -148,7 +148,8 @@ class StageLayers:
         stages = self.stages
         order = [stages - 1, 0, *range(stages - 2, 0, -1)]
         short = set(order[: self.idle // self.group])
-        return tuple(self.slots - self.group * (stage in short) for stage in range(stages))
+        slots = self.slots
+        return tuple(slots - self.group * (stage in short) for stage in range(stages))
 
     @property
     def firsts(self) -> tuple[int, ...]:
@@ -222,7 +223,7 @@ class StageLayers:
         """(Groups of) layers of each stage if these are not equal; None: they are."""
         return self.in_groups.counts if self.idle else None
 
-    @property
+    @functools.cached_property
     def skips_slots(self) -> bool:
         """As the function, of (groups of) layers of one kind."""
         return not self.kinds and skips_slots(self.in_groups.counts)

@@ -100,7 +100,9 @@ def test_windows_are_counted_by_layer():
 def test_rings_have_neither_caps_nor_sinks(field):
     model = dataclasses.replace(MIXED, **{field: True if field == "attention_sinks" else 5.0})
     assert mask_of(True, model_costs(model).attention) == field
-    with pytest.raises(ConfigError, match=f"{field} = .* is not computed by ring attention.*pass --context 1"):
+    with pytest.raises(
+        ConfigError, match=f"{field} = .* is not computed by the kernels of attention .*pass --context 1"
+    ):
         model.check_parallel(ParallelConfig(context=2))
     MIXED.check_parallel(ParallelConfig(context=2))
 

@@ -31,12 +31,24 @@ def plainly(query, key, value, gradient, **mask):
     return both_ways(plain)(*(np.float32(a) for a in (gradient, query, key, value)))
 
 
-def in_a_ring(ranks, arrays, axis="context", groups=1, tensor=1, document=None, window=None, kernel=XLA, padding=None):
+def in_a_ring(
+    ranks,
+    arrays,
+    axis="context",
+    groups=1,
+    tensor=1,
+    document=None,
+    window=None,
+    kernel=XLA,
+    padding=None,
+    share=ring_attention,
+):
     """The same on `ranks` ranks of an axis; `groups` rings on it have the same samples. Returns the first ring's results.
 
     And the compiled program.
 
-    With `padding`, the numbers of tokens at the samples' ends that nothing attends to, there is no causal mask.
+    `share`: what makes the kernel one for several ranks. With `padding`, the numbers of tokens at the samples' ends that
+    nothing attends to, there is no causal mask.
     """
     if document is not None:
         arrays = [*arrays, np.asarray(document_starts(document))]
@@ -47,7 +59,7 @@ def in_a_ring(ranks, arrays, axis="context", groups=1, tensor=1, document=None, 
     shared = [
         np.tile(np.concatenate([a[:, place] for place in places], 1), (1, groups, *[1] * (a.ndim - 2))) for a in arrays
     ]
-    kernel = ring_attention(kernel, axis, ranks, window)
+    kernel = share(kernel, axis, ranks, window)
 
     def local(query, key, value, gradient, document=None):
         attend = lambda *arrays: fused_attention(*arrays, kernel, document, padding, padding is None)  # noqa: E731

@@ -72,6 +72,12 @@ def test_slots_and_merged_ticks_are_those_of_the_table_that_runs(number):
     assert not program.unrolls or stashes_nothing(program.executed)
 
 
+def test_a_single_microbatch_meets_no_backward_of_another():
+    run = RunConfig(preset("tiny"), ParallelConfig(tensor=2), TrainConfig(global_batch_size=1))
+    program = StepProgram.of(run)
+    assert program.merges and program.paired and program.merged_ticks == 0
+
+
 @pytest.mark.parametrize("number", range(COUNT))
 def test_sends_and_split_backwards_are_those_of_the_table_that_runs(number):
     program = StepProgram.of(RUNS[number])

@@ -43,6 +43,8 @@ def slow(*case):
         ((2, 2, 2), "interleaved_1f1b", {"chunks": 4}),
         ((2, 2, 2), "interleaved_1f1b", {"tensor_overlap": "ring"}),
         ((2, 2, 1), "interleaved_1f1b", {"chunks": 2, "context": 2, "zero": 3}),
+        ((1, 2, 2), "zb_v", {"chunks": 2, "context": 2, "context_exchange": "all_to_all"}),
+        ((2, 2, 1), "1f1b", {"context": 2, "context_exchange": "all_to_all", "zero": 3}),
         ((2, 4, 1), "looped_bfs", {"chunks": 2, "zero": 3}),
         ((2, 2, 2), "zb_h1", {"zero": 3}),
         ((2, 2, 2), "zb_h2", {"recompute": "full"}),

@@ -196,6 +196,27 @@ def test_a_norm_over_all_heads_equals_the_unpipelined_model(case):
     check(*sizes, True, model=OVER_HEADS, **{"recompute": "selective"} | options)
 
 
+# Of the sequence exchanged for heads, which every schedule runs.
+EXCHANGED = [
+    ((1, 2, 2), "zb_v", 2, 4, {"recompute": "none"}),
+    ((1, 4, 1), "1f1b", 1, 4, {"zero": 3}),
+    ((2, 2, 1), "dualpipe_v", 2, 4, {"recompute": "full", "zero": 1}),
+    ((1, 2, 2), "interleaved_1f1b", 2, 4, {"vocab_parallel": "tensor"}),
+    ((1, 4, 1), "zb_h1", 1, 4, {"recompute": "full", "recompute_blocks": 2}),
+    ((2, 1, 2), "1f1b", 1, 2, {"zero": 3, "recompute": "none"}),
+    ((1, 2, 1), "gpipe", 1, 4, {"context": 4}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [small.LLAMA, small.QWEN, small.BERT], ids=["llama", "qwen", "bert"])
+@pytest.mark.parametrize("case", EXCHANGED, ids=str)
+def test_a_sequence_exchanged_for_heads_equals_the_unpipelined_model(case, model):
+    *sizes, options = case
+    options = {"context": 2, "context_exchange": "all_to_all", "recompute": "selective"} | options
+    check(*sizes, True, model=model, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BUBBLES, ids=str)
 def test_nan_in_bubbles_changes_no_loss_and_no_gradient(case):

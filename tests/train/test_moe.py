@@ -59,6 +59,8 @@ EXPERT_LONG = [
     (PLAIN, ((4, 2, 1), "gpipe", 1, 4, {"expert": 4, "vocab_parallel": "tensor"})),
     (PLAIN, ((2, 1, 2), "interleaved_1f1b", 1, 2, {"expert": 4, "context": 2, "zero": 1})),
     (PLAIN, ((1, 2, 1), "eager_1f1b", 1, 4, {"expert": 2, "context": 4})),
+    (PLAIN, ((1, 2, 2), "zb_v", 2, 4, {"expert": 2, "context": 2, "context_exchange": "all_to_all"})),
+    (PLAIN, ((2, 2, 1), "1f1b", 1, 4, {"expert": 4, "context": 2, "context_exchange": "all_to_all", "zero": 3})),
     (PLAIN, ((2, 1, 4), "interleaved_1f1b", 1, 4, {"expert": 2, "tensor_overlap": "ring"})),
     (PLAIN, ((2, 2, 2), "interleaved_1f1b", 2, 4, {"expert": 2, "sequence_parallel": False})),
 ]

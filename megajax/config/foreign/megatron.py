@@ -19,7 +19,10 @@ MEGATRON: dict[str, Entry] = {
     "--account-for-embedding-in-pipeline-split": ("", "not needed: embedding and head are split over all stages"),
     "--account-for-loss-in-pipeline-split": ("", "not needed: embedding and head are split over all stages"),
     "--context-parallel-size": ("--context", ""),
-    "--cp-comm-type": ("", "not needed: keys and values go around a ring, its p2p"),
+    "--cp-comm-type": (
+        "--context-exchange",
+        "its p2p is ring, a2a is all_to_all; allgather and a2a+p2p are not supported",
+    ),
     "--expert-model-parallel-size": ("--expert", ""),
     "--expert-tensor-parallel-size": ("", "not supported: experts are split over --tensor as other layers"),
     "--sequence-parallel": ("", "not needed: on by default; --no-sequence-parallel turns it off"),
