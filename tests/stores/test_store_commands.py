@@ -37,7 +37,7 @@ def saves(run) -> int:
 
 def test_a_store_that_goes_away_costs_one_line_and_saves_are_made_when_it_is_back(tmp_path, store):
     run = Run(tmp_path, LONG.format(place=place(store, "away")), **store.environment)
-    run.until(lambda: saves(run) >= 2)
+    run.until(lambda: saves(run) >= 2, 500)  # it compiles
     store.proxy.fault = lambda method, path: "down"
     run.until(lambda: "NOT saved" in run.out and "cannot be written" in run.out, 300)
     before = saves(run), run.out.count("step ")
