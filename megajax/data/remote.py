@@ -6,6 +6,7 @@ Credentials are those that the libraries of fsspec find by themselves: in the en
 import contextlib
 import glob
 import io
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -182,9 +183,15 @@ def _system(path: str) -> tuple[Any, str]:
 
 
 def store_settings(path: str) -> dict[str, Any]:
-    """fsspec's settings of an object store for this process; other processes change the objects: lists are never kept."""
+    """fsspec's settings of an object store for this process; other processes change the objects: lists are never kept.
+
+    gcsfs logs a traceback for every error that it also raises: it is silenced, unless a level was set (GCSFS_DEBUG).
+    """
     import fsspec.config
 
+    logger = logging.getLogger("gcsfs")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)
     settings = fsspec.config.conf.setdefault(path.partition("://")[0], {})
     settings.setdefault("use_listings_cache", False)
     return settings

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import pathlib
 import time
 import uuid
@@ -16,6 +17,7 @@ from megajax.checkpoint.mirror import Mirror, fetch
 from megajax.checkpoint.run_files import refuse_foreign
 from megajax.checkpoint.store_lock import StoreLock, _Lease
 from megajax.config import ConfigError
+from megajax.data.remote import store_settings
 from megajax.train.goodput import read_lines
 
 FAST = {"lease": 0.6, "heartbeat": 0.1}
@@ -247,6 +249,14 @@ def test_the_small_files_of_orbax_are_written_whole(folder, monkeypatch, away, m
         file.write(content)
     assert store_drivers._open(lambda *words: words, "s3://bucket/a", "rb") == ("s3://bucket/a", "rb")
     assert store_drivers._open(lambda *words: words, "/a/b", mode) == ("/a/b", mode)
+
+
+@pytest.mark.parametrize(("before", "after"), [(logging.NOTSET, logging.CRITICAL), (logging.DEBUG, logging.DEBUG)])
+def test_errors_that_are_raised_have_no_traceback_in_the_log(monkeypatch, before, after):
+    logger = logging.getLogger("gcsfs")
+    monkeypatch.setattr(logger, "level", before)
+    store_settings("gs://bucket/a")
+    assert logger.level == after
 
 
 def test_the_drivers_of_arrays_are_those_of_their_places(monkeypatch):
