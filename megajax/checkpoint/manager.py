@@ -46,6 +46,7 @@ class Checkpoints:
       completed: (step, directory) of the checkpoints that have become complete; whoever reads the list empties it.
       blocked: seconds for which the last `save` kept the training waiting.
       more_messages: returns further messages about the run's directory, for `poll`.
+      copy_logs: copies the lines of the run's logs up to here to its store, before a checkpoint is complete.
       data_state: returns the state of the data after that many samples, which is stored too; None: it has none.
       never_deleted: step whose checkpoint stays, besides those that `output` keeps; the caller sets it. None: no other.
     """
@@ -84,6 +85,7 @@ class Checkpoints:
         self.blocked = 0.0
         self.never_deleted: int | None = None
         self.more_messages: Callable[[], list[str]] = list
+        self.copy_logs: Callable[[], None] = lambda: None
         self.data_state: Callable[[int], str | None] = lambda samples: None
 
     def save(self, target: StateLayout, state: Any, progress: Progress) -> list[str]:
@@ -118,7 +120,8 @@ class Checkpoints:
         guard = {"guard": self.lock.require} if isinstance(self.lock, StoreLock) else {}
         if self._remote and self._failed[0] == progress.step:  # requests of the save that failed may still arrive
             self._writer.submit(time.sleep, max(0.0, self._failed[1] + store_folders.SETTLES - start))
-        save = self._writer.submit(write, path, layout.nest(arrays), meta, f"{path.name}/{self._saves}", **guard)
+        hooks = {"copy_logs": self.copy_logs} | guard
+        save = self._writer.submit(write, path, layout.nest(arrays), meta, f"{path.name}/{self._saves}", **hooks)
         self._pending = (progress.step, start, save)
         self.blocked = time.time() - start
         return messages

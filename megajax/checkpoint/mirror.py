@@ -2,7 +2,11 @@
 
 Logs, configuration, tokenizer, TensorBoard events and traces are written in a folder of this machine as those of a run on a
 disk are, and a thread copies what has changed every INTERVAL seconds. So no step waits for the store; while it does not
-answer, the files grow here, and are copied when it is back. A killed run loses the lines of its last INTERVAL seconds.
+answer, the files grow here, and are copied when it is back. Before a checkpoint is complete, the growing files are copied
+(`copy_logs`): a run that is killed and resumed from its newest checkpoint has all lines up to there. Without a checkpoint it
+loses those of its last INTERVAL seconds.
+
+What vanishes from the folder stays in the store: systems delete old files of /tmp.
 
 An object cannot be appended to. A growing file (LOGS) is copied in parts of PART bytes, of which only the last one changes:
 `log.jsonl`, `log.jsonl.part-00001`, ...; `fetch` joins them. Other files are copied whole.
@@ -72,7 +76,8 @@ class Mirror:
             self._sent[name] = (status.st_size, status.st_mtime_ns, time.monotonic(), self._sums(name))
         self._problem: str | None = None
         self._messages: list[str] = []
-        self._stop, self._wake, self._copying = threading.Event(), threading.Event(), threading.Lock()
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._copying = {True: threading.Lock(), False: threading.Lock()}  # of logs, and of other files
         self._thread = threading.Thread(target=self._copy_often, daemon=True, name="copy to store")
         self._thread.start()
 
@@ -87,9 +92,13 @@ class Mirror:
 
     def forget(self) -> None:
         """Has the thread copy every file again: the folder in the store has vanished."""
-        with self._copying:
+        with self._copying[True], self._copying[False]:
             self._sent.clear()
         self.wake()
+
+    def copy_logs(self) -> None:
+        """Copies the lines of all growing files up to here; raises OSError if the store does not answer."""
+        self._copy(logs=True)
 
     def close(self, attempts: int = 3) -> list[str]:
         """Ends the thread, copies what is left, and deletes this machine's folder; a line if that was not possible."""
@@ -113,8 +122,8 @@ class Mirror:
 
     def _copy_once(self, last: bool = False) -> None:
         try:
-            with self._copying:
-                self._copy(last)
+            self._copy(logs=True)
+            self._copy(logs=False, last=last)
         except OSError as error:
             if self._problem is None:
                 self._messages.append(
@@ -127,30 +136,30 @@ class Mirror:
             self._messages.append(f"{self.remote} can be written again, and has all logs")
         self._problem = None
 
-    def _copy(self, last: bool) -> None:
-        """Copies what has changed. Raises OSError of the store."""
-        names = [name for name in files_below(self.local) if not LEFT_OUT.search(name)]
-        for name in names:
-            try:
-                status = (self.local / name).stat()
-            except FileNotFoundError:
-                continue
-            size, changed, when, sums = self._sent.get(name, (-1, 0, 0.0, []))
-            if (status.st_size, status.st_mtime_ns) == (size, changed):
-                continue
-            grown = size < 0 or status.st_size < size or status.st_size > size * GROWTH
-            if name.endswith(LOGS):
-                sums = self._copy_parts(name, sums)
-            elif last or grown or status.st_size < PART or time.monotonic() - when > LATEST:
-                with store_errors():
-                    self.remote.fs.put_file(str(self.local / name), (self.remote / name).path)
-            else:
-                continue
-            self._sent[name] = (status.st_size, status.st_mtime_ns, time.monotonic(), sums)
-        for name in self._sent.keys() - set(names):
-            for number in range(max(1, len(self._sent[name][3]))):
-                remove(self.remote / part_name(name, number))
-            del self._sent[name]
+    def _copy(self, logs: bool, last: bool = False) -> None:
+        """Copies what has changed of the logs, or of the other files. Raises OSError of the store."""
+        with self._copying[logs]:
+            for name in files_below(self.local):
+                if name.endswith(LOGS) == logs and not LEFT_OUT.search(name):
+                    self._copy_file(name, logs, last)
+
+    def _copy_file(self, name: str, is_log: bool, last: bool) -> None:
+        try:
+            status = (self.local / name).stat()
+        except FileNotFoundError:
+            return
+        size, changed, when, sums = self._sent.get(name, (-1, 0, 0.0, []))
+        if (status.st_size, status.st_mtime_ns) == (size, changed):
+            return
+        grown = size < 0 or status.st_size < size or status.st_size > size * GROWTH
+        if is_log:
+            sums = self._copy_parts(name, sums)
+        elif last or grown or status.st_size < PART or time.monotonic() - when > LATEST:
+            with store_errors():
+                self.remote.fs.put_file(str(self.local / name), (self.remote / name).path)
+        else:
+            return
+        self._sent[name] = (status.st_size, status.st_mtime_ns, time.monotonic(), sums)
 
     def _sums(self, name: str) -> list[int]:
         return [zlib.crc32(part) for part in _parts(self.local / name)] if name.endswith(LOGS) else []

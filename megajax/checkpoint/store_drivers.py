@@ -2,14 +2,21 @@
 
 orbax names the driver and the path of its arrays in three functions of one module. They are replaced for the process when
 the first checkpoint in an object store is written or read; what they return for a directory of this machine stays the same.
+
+The small files of orbax are opened by etils.epath, with gcsfs or s3fs. Writing them is replaced too, by one request of
+`object_store.write`. gcsfs sends two for each file, of which the second one fails when it is repeated after a lost answer;
+and an upload that fails leaves a view of a BytesIO in a reference cycle, whose collection crashes Python 3.12.0 and 3.12.1
+(https://github.com/python/cpython/issues/111049).
 """
 
 import functools
+import io
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
-from megajax.checkpoint.object_store import Path, is_remote
+from megajax.checkpoint.object_store import Path, is_remote, place, write
 from megajax.config import ConfigError
 from megajax.schedules.paths import is_store
 
@@ -34,6 +41,7 @@ def orbax_path(path: Path) -> Any:
 
 @functools.cache
 def _prepare() -> None:
+    from etils.epath import backend as etils_backend
     from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_utils
 
     if missing := [name for name in NAMES if not hasattr(orbax_utils, name)]:
@@ -43,6 +51,9 @@ def _prepare() -> None:
     orbax_utils._use_gcs_driver = is_store
     orbax_utils._normalize_path = _normalized
     orbax_utils.gcs_utils = _Replaced(orbax_utils.gcs_utils, get_kvstore_for_gcs=kvstore)
+    files = etils_backend.fsspec_backend
+    files.open = functools.partial(_open, files.open)
+    os.environ.setdefault("EPATH_USE_TF", "false")  # else etils.epath uses TensorFlow's files wherever it is installed
     # A connection without a byte for so long is closed, and the request sent again.
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "30")
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
@@ -50,6 +61,29 @@ def _prepare() -> None:
 
 def _normalized(path: str) -> str:
     return re.sub(r"^(gs|s3):/+", r"\1://", os.path.normpath(path))
+
+
+def _open(original: Callable[[Any, str], Any], path: Any, mode: str) -> Any:
+    """A file of etils.epath: of a store, one that is written whole."""
+    where = os.fspath(path)
+    if "w" not in mode or not is_store(where):
+        return original(path, mode)
+    file = _Whole(place(where))
+    return file if "b" in mode else io.TextIOWrapper(file, encoding="utf-8")
+
+
+class _Whole(io.BytesIO):
+    """A file whose object is written when it is closed. Raises OSError of the store."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self._path = path
+
+    def close(self) -> None:
+        if not self.closed:
+            content = self.getvalue()
+            super().close()
+            write(self._path, content)
 
 
 class _Replaced:

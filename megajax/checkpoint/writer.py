@@ -45,6 +45,7 @@ def write(
     name: str,
     handler: ocp.PyTreeCheckpointHandler | None = None,
     guard: Callable[[], None] = lambda: None,
+    copy_logs: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes a checkpoint; `path` exists, or is complete, only when all of it is stored, also after a power loss.
 
@@ -55,6 +56,7 @@ def write(
       name: of this attempt: the same on all processes, and unique in the run.
       handler: orbax's for these arrays; None: the one for jax's arrays.
       guard: process 0 calls it before it deletes or completes anything in an object store; it may raise.
+      copy_logs: each process calls it before the checkpoint is complete; it may raise.
 
     Raises:
       Exception: the error of the file system, of a library or of another process.
@@ -78,6 +80,7 @@ def write(
     def write_own():
         handler.save(state, args=ocp.args.PyTreeSave(arrays))
         own = checksums.write_own(unfinished, jax.process_index())
+        copy_logs()
         if not remote:
             durable.sync_files(own)  # by the host that wrote them: others cannot force its cache to the disk
 

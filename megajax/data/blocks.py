@@ -40,12 +40,13 @@ class Block(NamedTuple):
     Attributes:
       path: the file.
       kind: the unit of a document, "jsonl", "rows" or one of `text.TEXT_DOCUMENTS`.
-      first_line: line number of the block's first line in the file.
+      first_line: line number of the block's first line in the file, or from byte `begins` of it.
       content: decompressed bytes.
       read: bytes of the (compressed) file read so far.
       before: decompressed bytes before the block.
       rows: of the kind "rows"; None for the others.
       size: bytes of the (compressed) source, 0 if they are not known; of the kind "rows" only.
+      begins: byte of the file from which lines are counted: of a file that is read in pieces, the piece's first.
     """
 
     path: str
@@ -56,6 +57,12 @@ class Block(NamedTuple):
     before: int = 0
     rows: Rows | None = None
     size: int = 0
+    begins: int = 0
+
+    @property
+    def unit(self) -> str:
+        """What `first_line` counts, for messages."""
+        return f"from byte {self.begins:,} line" if self.begins else "line"
 
 
 class BadLine(NamedTuple):
@@ -82,10 +89,17 @@ def documents_of(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...
     """The block's documents, each with the text of every key (plain text has one), and the lines that are not documents."""
     if block.rows is not None:
         return _row_documents(block, block.rows)
+    documents, bad = _line_documents(block, keys)
+    return documents, [line._replace(unit=block.unit) for line in bad]
+
+
+def _line_documents(block: Block, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[BadLine]]:
     if block.kind == "jsonl":
         return _json_documents(block, keys)
+    if block.before == 0 and block.content.startswith(BYTE_ORDER_MARK):
+        block = block._replace(content=block.content[len(BYTE_ORDER_MARK) :], before=len(BYTE_ORDER_MARK))
     try:
-        text = block.content.decode("utf-8-sig" if block.first_line == 1 else "utf-8")
+        text = block.content.decode()
     except UnicodeDecodeError as error:
         line = block.first_line + block.content.count(b"\n", 0, error.start)
         if block.kind == "file":
@@ -119,7 +133,7 @@ def json_lines(block: Block) -> Iterator[JsonLine]:
         end = block.content.find(b"\n", start) + 1 or len(block.content)
         line = block.content[start:end]
         if line.strip():
-            mark = len(BYTE_ORDER_MARK) * (number == 1 and line.startswith(BYTE_ORDER_MARK))
+            mark = len(BYTE_ORDER_MARK) * (block.before + start == 0 and line.startswith(BYTE_ORDER_MARK))
             yield JsonLine(number, block.before + start + mark, line[mark:])
         start, number = end, number + 1
 

@@ -33,12 +33,14 @@ from megajax.data.recipe import Recipe
 from megajax.data.remote import expanded
 from megajax.data.shards import Shard, merge_shards, parse_shard
 from megajax.data.sources import LONGEST, Wanted, check_options, source_kind
+from megajax.data.spans import Span
+from megajax.data.stored_pairs import PairPlaces
 from megajax.data.text import TEXT_DOCUMENTS, check_source, read_blocks
 from megajax.data.tokenize_blocks import Result, Workers
 from megajax.data.tokenizers import load_tokenizer, tokenizer_hash
 from megajax.schedules.arguments import plain_text, whole
 from megajax.schedules.errors import counted, exit_code
-from megajax.schedules.paths import local_path, source_path
+from megajax.schedules.paths import is_store, local_path, source_path, store_path
 
 BAD_LINES_SHOWN = 10
 SHOWN = 300  # characters of a document that are printed
@@ -84,7 +86,11 @@ def _preprocess(arguments: Sequence[str]) -> None:
     parser.add_argument("--split", type=plain_text, metavar="NAME", help="of a dataset with several (train)")
     parser.add_argument("--subset", type=plain_text, metavar="NAME", help="of a dataset on the Hub (its only one)")
     parser.add_argument(
-        "--out", required=True, type=local_path, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+        "--out",
+        required=True,
+        type=store_path,
+        metavar="PREFIX",
+        help="writes PREFIX.bin and PREFIX.idx; gs:// or s3:// too",
     )
     _tokenizer_options(parser, required=True)
     parser.add_argument(
@@ -126,6 +132,11 @@ def _preprocess(arguments: Sequence[str]) -> None:
         help="write COUNT shards, as tasks of a Ray cluster with --workers cores each",
     )
     options = parser.parse_args(arguments)
+    if is_store(options.out) and (options.shard or options.ray):
+        raise ConfigError(
+            f"--out {options.out} is in an object store, to which one process writes: pass --shard and --ray a path of this "
+            "machine, and copy the merged pair"
+        )
     if options.ray:
         run_shards(arguments, options.ray, options.workers)
         return
@@ -137,24 +148,27 @@ def _preprocess(arguments: Sequence[str]) -> None:
         options.split_sentences,
     )
     paths = expanded(options.input, "--input")
-    shard = None
+    spans, shard, kind_of = [Span(path) for path in paths], None, lambda path: source_kind(path, options.text_documents)
     if options.shard:
-        shard = Shard(*options.shard, options.out, paths, _settings(options, recipe))
+        shard = Shard(*options.shard, options.out, paths, _settings(options, recipe), kind_of)
         if shard.is_complete(options.overwrite):
             return
-        paths = shard.paths
-    kinds = {path: source_kind(path, options.text_documents) for path in paths}
+        spans, paths = shard.spans, [span.path for span in shard.spans]
+    kinds = {path: kind_of(path) for path in paths}
     wanted = Wanted(recipe.keys, options.split, options.subset, options.longest_document << 20)
     check_options(kinds, wanted)
     keyed = len(recipe.keys) > 1
     prefixes = [f"{options.out}_{key}" if keyed else options.out for key in recipe.keys]
-    report = _Report(kinds, wanted, options.bad_lines == "fail")
+    report = _Report(kinds, wanted, options.bad_lines == "fail", spans)
     size = sum(report.sizes.values())
-    with tempfile.TemporaryDirectory() as folder, Workers(options.workers, size) as workers:
+    places = PairPlaces(prefixes, options.overwrite)
+    with places, tempfile.TemporaryDirectory() as folder, Workers(options.workers, size) as workers:
         shared, vocabulary = recipe.for_workers(folder)  # may import transformers, while the workers start
-        blocks = (block for path in paths for block in read_blocks(path, kinds[path], "--input", wanted))
+        blocks = (
+            block for span in spans for block in read_blocks(span.path, kinds[span.path], "--input", wanted, span)
+        )
         encoded = workers.encode(blocks, shared)
-        _write(paths, encoded, recipe.keys, prefixes, dtype_for(vocabulary), options.overwrite, report, shard)
+        _write(paths, encoded, recipe.keys, places, dtype_for(vocabulary), options.overwrite, report, shard)
 
 
 def _settings(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
@@ -173,11 +187,11 @@ def _settings(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     return settings
 
 
-def _write(paths, results, keys, prefixes, dtype, overwrite, report: "_Report", shard: Shard | None) -> None:
+def _write(paths, results, keys, places: PairPlaces, dtype, overwrite, report: "_Report", shard: Shard | None) -> None:
     writers: list[IndexedWriter] = []
     suffix = shard.suffix if shard else ""
     try:
-        for prefix in prefixes:
+        for prefix in places.local:
             writers.append(IndexedWriter(prefix + suffix, dtype, overwrite=overwrite or shard is not None))
         with report:
             for result in results:
@@ -191,9 +205,10 @@ def _write(paths, results, keys, prefixes, dtype, overwrite, report: "_Report", 
     finally:
         for writer in writers:
             writer.discard()
+    places.copy()
     if shard:
-        shard.finish(dict(zip(prefixes, writers, strict=True)), report.characters, report.bad)
-    report.close([prefix + suffix for prefix in prefixes], writers)
+        shard.finish(dict(zip(places.prefixes, writers, strict=True)), report.characters, report.bad)
+    report.close([prefix + suffix for prefix in places.prefixes], writers)
 
 
 def _written(writer: IndexedWriter) -> str:
@@ -204,8 +219,8 @@ def _written(writer: IndexedWriter) -> str:
 class _Report:
     """The progress bar, the bad lines and the final counts."""
 
-    def __init__(self, kinds: Mapping[str, str], wanted: Wanted, fatal: bool):
-        """`kinds`: of the sources; `wanted`: texts of rows; `fatal` makes the first bad line a ConfigError.
+    def __init__(self, kinds: Mapping[str, str], wanted: Wanted, fatal: bool, spans: Sequence[Span]):
+        """`kinds`: of the sources; `wanted`: texts of rows; `fatal` makes the first bad line a ConfigError; `spans`: read.
 
         Raises:
           ConfigError: a file cannot be read or is of a format that is not read; all are opened, before any is tokenized.
@@ -215,6 +230,7 @@ class _Report:
 
         self.fatal, self.bad, self.characters, self.tokens = fatal, 0, 0, 0
         self.sizes = {path: check_source(path, kind, "--input", wanted) for path, kind in kinds.items()}
+        self.sizes |= {span.path: span.stop - span.start for span in spans if span.stop is not None}
         self.read, self.held = dict.fromkeys(kinds, 0), []
         columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}% {task.fields[rates]}"), TimeRemainingColumn())
         self.console = Console(stderr=True)

@@ -20,7 +20,8 @@ from megajax.data.file_kinds import foreign, not_utf8
 from megajax.data.remote import is_url, open_binary, remote_errors, size_of
 from megajax.schedules.paths import hub_advice
 
-__all__ = ["Part", "check_file", "check_place", "first_bytes", "missing_pair", "read_parts", "read_text"]
+__all__ = ["Part", "check_file", "check_place", "first_bytes", "is_compressed", "missing_pair"]
+__all__ += ["read_parts", "read_range", "read_text"]
 
 PART = 1 << 20  # bytes of content that are read at once
 HEAD = 1 << 16  # bytes that a file is recognised by, if it has as many
@@ -86,6 +87,45 @@ def read_parts(path: str, wanted: str, remedy: str, option: str = "") -> Iterato
                 raise
             if error.errno is None:  # of bz2
                 raise ConfigError(f"cannot read {path}: the compressed file is damaged; {_complete(remedy)}") from None
+            raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}") from None
+
+
+def read_range(path: str, start: int, stop: int, remedy: str) -> Iterator[Part]:
+    """Bytes [start, stop) of a file or URL in parts, as they are; their `read` counts from `start`.
+
+    Raises:
+      ConfigError: it cannot be read, or is shorter.
+    """
+    done = start
+    with remote_errors(path, remedy):
+        try:
+            with open_binary(path) as file:
+                file.seek(start)
+                while done < stop and (content := file.read(min(PART, stop - done))):
+                    done += len(content)
+                    yield Part(content, done - start)
+        except OSError as error:
+            if is_url(path):
+                raise
+            raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}") from None
+    if done < stop:
+        raise ConfigError(f"cannot read {path}: it ends at byte {done:,}, and had {stop:,}; {remedy}")
+
+
+def is_compressed(path: str, remedy: str) -> bool:
+    """Whether a file or URL begins as a compressed one.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    check_place(path, remedy, "")
+    with remote_errors(path, remedy):
+        try:
+            with open_binary(path) as packed:
+                return packed.peek(8).startswith((ZSTD, *COMPRESSIONS))
+        except OSError as error:
+            if is_url(path):
+                raise
             raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}") from None
 
 

@@ -1,4 +1,4 @@
-"""Opens files where they are: on a disk, or at a URL, which the library fsspec reads (extra `data`).
+"""Opens files where they are: on a disk, or at a URL, which the library fsspec reads (extra `data`); writes to stores.
 
 Credentials are those that the libraries of fsspec find by themselves: in the environment, or in their own files.
 """
@@ -6,6 +6,7 @@ Credentials are those that the libraries of fsspec find by themselves: in the en
 import contextlib
 import glob
 import io
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,18 +16,25 @@ from megajax.config import ConfigError
 from megajax.schedules.paths import is_store
 
 __all__ = [
+    "compare",
+    "exists",
     "expanded",
     "is_url",
     "open_binary",
+    "probe",
     "read_range",
     "remote_errors",
+    "remove",
     "size_of",
     "store_settings",
+    "upload",
     "version_of",
+    "write_errors",
 ]
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 BUFFER = 1 << 20  # bytes that are asked of a store at once
+COMPARED = 1 << 24  # bytes of an object that are compared at once
 
 
 def is_url(path: str) -> bool:
@@ -64,6 +72,47 @@ def version_of(path: str) -> str:
     return " ".join(f"{kind}={about[kind]}" for kind in kinds if kind in about)
 
 
+def exists(path: str) -> bool:
+    """Whether there is an object at a URL; raises as `open_binary`."""
+    system, name = _system(path)
+    try:
+        system.info(name)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def probe(path: str) -> None:
+    """Writes an object at a URL and deletes it; raises as `open_binary`."""
+    system, name = _system(path)
+    system.pipe_file(name, b"")
+    system.rm_file(name)
+
+
+def remove(path: str) -> None:
+    """Deletes the object at a URL, if there is one; raises as `open_binary`."""
+    system, name = _system(path)
+    with contextlib.suppress(FileNotFoundError):
+        system.rm_file(name)
+
+
+def upload(local: str, path: str) -> None:
+    """Copies a file of this machine to a URL; raises as `open_binary`."""
+    system, name = _system(path)
+    system.put_file(local, name)
+
+
+def compare(local: str, path: str) -> None:
+    """Reads the object at a URL; raises OSError if it has not the bytes of a file of this machine, else as `open_binary`."""
+    size = os.path.getsize(local)
+    if (stored := size_of(path)) != size:
+        raise OSError(f"it has {stored:,} of the {size:,} bytes that were copied")
+    with open(local, "rb") as file:
+        for start in range(0, size, COMPARED):
+            if read_range(path, start, min(start + COMPARED, size)) != file.read(COMPARED):
+                raise OSError(f"its bytes from {start:,} on are not those that were copied")
+
+
 def expanded(paths: Sequence[str], option: str) -> list[str]:
     """Paths and URLs with each pattern (* ? [abc], ** for folders) replaced by the files that it matches, sorted.
 
@@ -95,6 +144,19 @@ def remote_errors(path: str, remedy: str) -> Iterator[None]:
         raise ConfigError(f"cannot read {path}: {_reason(path, error)}; {remedy}") from None
 
 
+@contextlib.contextmanager
+def write_errors(path: str) -> Iterator[None]:
+    """Turns whatever the libraries raise about a URL that is written into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        missing = isinstance(error, FileNotFoundError)
+        reason = "there is no such bucket" if missing else _reason(path, error)
+        raise ConfigError(f"cannot write {path}: {reason}") from None
+
+
 def _is_pattern(path: str) -> bool:
     if path.startswith(("http://", "https://")):  # a question mark begins their query
         return "*" in path
@@ -121,9 +183,15 @@ def _system(path: str) -> tuple[Any, str]:
 
 
 def store_settings(path: str) -> dict[str, Any]:
-    """fsspec's settings of an object store for this process; other processes change the objects: lists are never kept."""
+    """fsspec's settings of an object store for this process; other processes change the objects: lists are never kept.
+
+    gcsfs logs a traceback for every error that it also raises: it is silenced, unless a level was set (GCSFS_DEBUG).
+    """
     import fsspec.config
 
+    logger = logging.getLogger("gcsfs")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)
     settings = fsspec.config.conf.setdefault(path.partition("://")[0], {})
     settings.setdefault("use_listings_cache", False)
     return settings

@@ -3,28 +3,29 @@
 python -m megajax.data.preprocess --input FILES --out corpus --tokenizer gpt2 --shard 3/64   writes corpus.00003-of-00064
 python -m megajax.data.preprocess merge --shards corpus                                      all 64 into corpus
 
-A shard has neighbouring sources, about the same bytes as the others, so the merged pair is the one that a single process
-writes. When its pairs are complete it writes PREFIX.00003-of-00064.shard.json: what it was made of, and its counts. A shard
-that has this file is not made again; one without it is.
+A shard has neighbouring sources, or lines of one, about the same bytes as the others (`megajax.data.spans`), so the merged
+pair is the one that a single process writes. When its pairs are complete it writes PREFIX.00003-of-00064.shard.json: what
+it was made of, and its counts. A shard that has this file is not made again; one without it is.
 """
 
 import argparse
+import concurrent.futures
+import functools
 import hashlib
 import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from megajax.config import ConfigError
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.pair_sums import verify_pairs
 from megajax.data.read_file import check_place
-from megajax.data.remote import is_url
+from megajax.data.remote import is_url, remote_errors, size_of
 from megajax.data.sources import HUB
+from megajax.data.spans import DIVIDED, Place, place_of_part, spans_between, units_of_lines
 from megajax.schedules.errors import counted, shown
 
 __all__ = ["Merged", "Shard", "merge_shards", "parse_shard"]
@@ -53,11 +54,19 @@ class Shard:
     """One of the shards of a preprocessing.
 
     Attributes:
-      paths: its sources, perhaps none.
+      spans: its sources, or pieces of them, perhaps none.
       suffix: of its pairs' names.
     """
 
-    def __init__(self, index: int, count: int, out: str, paths: Sequence[str], settings: Mapping[str, Any]):
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        out: str,
+        paths: Sequence[str],
+        settings: Mapping[str, Any],
+        kind_of: Callable[[str], str],
+    ):
         """Divides the sources.
 
         Args:
@@ -66,27 +75,34 @@ class Shard:
           out: --out.
           paths: all sources, in their order.
           settings: of JSON, all that decides on the ids of a text.
+          kind_of: the kind of a source, see `source_kind`.
 
         Raises:
-          ConfigError: there are more shards than sources, or a source can be read once only.
+          ConfigError: there are more shards than sources, none of which can be divided; or one can be read once only.
         """
-        if count > len(paths):
-            raise ConfigError(
-                f"--shard {index}/{count}: --input has {counted(len(paths), 'source')}, and a shard has whole ones: pass at "
-                f"most {len(paths)} shards"
-            )
         for path in paths:
             if is_url(path) or path.startswith(HUB) or os.path.isfile(path) or os.path.isdir(path):
                 continue
             check_place(path, "pass --input a readable file", "--input")
             raise ConfigError(f"--shard {index}/{count}: {path} can be read once only; pass --input files")
-        sizes = [os.path.getsize(path) if os.path.isfile(path) else None for path in paths]
-        first, end = _range([1 if None in sizes else size for size in sizes], index, count)
-        self.paths, self.suffix = list(paths[first:end]), f".{index:05}-of-{count:05}"
+        sizes = _sizes(paths)
+        bytes_of = [1] * len(paths) if None in sizes else sizes
+        units = functools.cache(lambda number: units_of_lines(paths[number], kind_of(paths[number])))
+        largest = max(DIVIDED, sum(bytes_of) / count)
+        is_divided = lambda number: bytes_of[number] > largest and bool(units(number))  # noqa: E731
+        if count > len(paths) and not any(map(is_divided, range(len(paths)))):
+            raise ConfigError(
+                f"--shard {index}/{count}: --input has {counted(len(paths), 'source')}, and a shard has whole ones: pass at "
+                f"most {len(paths)} shards (divided are uncompressed JSON lines, and text of --text-documents line, of more "
+                f"than {DIVIDED >> 20} MB)"
+            )
+        first, end = (place_of_part(part, count, paths, bytes_of, is_divided) for part in (index, index + 1))
+        self.spans = spans_between(first, end, paths, bytes_of, units)
+        self.suffix = f".{index:05}-of-{count:05}"
         self._name, self._record = f"shard {index} of {count}", pathlib.Path(f"{out}{self.suffix}.shard.json")
         digest = hashlib.sha256(json.dumps([list(paths), sizes]).encode()).hexdigest()
         self._made_of = {"settings": dict(settings), "sources": len(paths), "digest": digest}
-        self._range = {"first": first, "end": end}
+        self._range = {"first": first.source, "end": end.source, "first_byte": first.byte, "end_byte": end.byte}
 
     def is_complete(self, overwrite: bool) -> bool:
         """Whether the shard has been written before; its line is printed then.
@@ -186,12 +202,19 @@ def merge_shards(prefix: str, out: str, overwrite: bool) -> Merged:
     return Merged(writers, len(records), records[0]["made_of"]["sources"], read, bad)
 
 
-def _range(sizes: Sequence[int], index: int, count: int) -> tuple[int, int]:
-    """(first, end) of the sources of a shard: those whose middle byte is in its part, of `count` equal ones."""
-    ends = np.cumsum(np.array(sizes, np.float64))
-    total = ends[-1] or 1.0
-    of = np.minimum(((ends - np.array(sizes) / 2) / total * count).astype(np.int64), count - 1)
-    return int(np.searchsorted(of, index, "left")), int(np.searchsorted(of, index, "right"))
+def _sizes(paths: Sequence[str]) -> list[int | None]:
+    """Bytes of each source; None of what is no file, and of a URL whose server does not say."""
+
+    def size(path: str) -> int | None:
+        if is_url(path):
+            with remote_errors(path, "pass --input a readable file"):
+                return size_of(path) or None
+        return os.path.getsize(path) if os.path.isfile(path) else None
+
+    urls = [path for path in paths if is_url(path)]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        of_urls = dict(zip(urls, pool.map(size, urls), strict=True))
+    return [of_urls[path] if path in of_urls else size(path) for path in paths]
 
 
 def _records(prefix: str) -> list[dict[str, Any]]:
@@ -214,14 +237,16 @@ def _records(prefix: str) -> list[dict[str, Any]]:
         )
     files = [pathlib.Path(f"{prefix}.{index:05}-of-{count:05}.shard.json") for index in range(count)]
     records = [_read(file) for file in files]
-    place = 0
+    place = Place(0, 0)
     for file, record in zip(files, records, strict=True):
         if difference := _difference(record["made_of"], records[0]["made_of"]):
             raise ConfigError(f"{file} was made with other {difference} than {files[0].name}: make it again")
-        if record["first"] != place or list(record["pairs"]) != list(records[0]["pairs"]):
+        if Place(record["first"], record.get("first_byte", 0)) != place or list(record["pairs"]) != list(
+            records[0]["pairs"]
+        ):
             raise ConfigError(f"{file} does not begin where the shard before it ends: make both again")
-        place = record["end"]
-    if place != records[0]["made_of"]["sources"]:
+        place = Place(record["end"], record.get("end_byte", 0))
+    if place != (records[0]["made_of"]["sources"], 0):
         raise ConfigError(f"{files[-1]} does not end with the last source: make it again")
     return records
 

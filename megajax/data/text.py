@@ -15,9 +15,10 @@ from megajax.config import ConfigError
 from megajax.data.arrow_rows import read_arrow, read_arrow_records
 from megajax.data.blocks import SHOWN, BadLine, Block, Rows, documents_of
 from megajax.data.file_kinds import is_json_lines
-from megajax.data.read_file import check_file, read_parts, read_text
+from megajax.data.read_file import check_file, read_parts, read_range, read_text
 from megajax.data.rows import read_table, read_tar
 from megajax.data.sources import ROWS, TEXTS, Wanted, source_kind
+from megajax.data.spans import Span
 from megajax.data.tokenizers import Tokenizer
 
 __all__ = [
@@ -35,7 +36,9 @@ __all__ = [
 TEXT_DOCUMENTS = ("file", "paragraph", "line")
 
 
-def read_blocks(path: str, kind: str, option: str = "--input", wanted: Wanted = TEXTS) -> Iterator[Block]:
+def read_blocks(
+    path: str, kind: str, option: str = "--input", wanted: Wanted = TEXTS, span: Span | None = None
+) -> Iterator[Block]:
     """The blocks of a source, decompressed. Memory is one block, or more for a longer document, up to
     `wanted.longest`.
 
@@ -46,6 +49,7 @@ def read_blocks(path: str, kind: str, option: str = "--input", wanted: Wanted = 
       kind: see `source_kind`.
       option: the option that names the file, for messages.
       wanted: of sources that have rows, which texts of them; of others, the longest document.
+      span: the piece of the file that is read; None: all of it.
 
     Raises:
       ConfigError: the file cannot be read, is damaged, or of a format that is not read; see `read_parts`.
@@ -54,8 +58,13 @@ def read_blocks(path: str, kind: str, option: str = "--input", wanted: Wanted = 
         read = read_table if kind == "table" else read_tar if kind == "tar" else read_arrow
         yield from read(path, kind, wanted, option)
         return
-    line, before, held, place = 1, 0, _Held(), 0
-    for number, (part, place) in enumerate(read_parts(path, kind, f"pass {option} a readable file", option)):
+    remedy, begins = f"pass {option} a readable file", 0
+    if span is None or span.stop is None:
+        parts = read_parts(path, kind, remedy, option)
+    else:
+        parts, kind, begins = read_range(path, span.start, span.stop, remedy), span.kind, span.start
+    line, before, held, place = 1, begins, _Held(), 0
+    for number, (part, place) in enumerate(parts):
         if not number and kind == "file" and is_json_lines(part):
             kind = "jsonl"
         end = _first_end(part, kind) if held.size else 0
@@ -63,21 +72,21 @@ def read_blocks(path: str, kind: str, option: str = "--input", wanted: Wanted = 
             held.add(part[: end or len(part)], wanted.longest)
             if not end:
                 continue
-            yield held.report(path, kind, line, place, wanted.longest)
+            yield held.report(Block(path, kind, line, b"", place, before, begins=begins), wanted.longest)
             line, before, held, part = line + held.lines, before + held.size, _Held(), part[end:]
         cut = 0 if kind == "file" else _end_of_documents(part, kind)
         if not cut:
             held.add(part, wanted.longest)
             continue
         content = b"".join([*held.parts, part[:cut]])
-        yield Block(path, kind, line, content, place, before)
+        yield Block(path, kind, line, content, place, before, begins=begins)
         line, before = line + content.count(b"\n"), before + len(content)
         held = _Held()
         held.add(part[cut:], wanted.longest)
     if held.dropped:
-        yield held.report(path, kind, line, place, wanted.longest)
+        yield held.report(Block(path, kind, line, b"", place, before, begins=begins), wanted.longest)
     elif any(held.parts):
-        yield Block(path, kind, line, b"".join(held.parts), place, before)
+        yield Block(path, kind, line, b"".join(held.parts), place, before, begins=begins)
 
 
 class _Held:
@@ -95,13 +104,14 @@ class _Held:
             self.lines += sum(one.count(b"\n") for one in self.parts[self.dropped :])
             self.parts, self.dropped = [self.parts[0][:SHOWN]], True
 
-    def report(self, path: str, kind: str, line: int, place: int, longest: int) -> Block:
-        """A block of the document as a bad line."""
-        what = "document" if kind == "file" else kind.replace("jsonl", "line")
+    def report(self, block: Block, longest: int) -> Block:
+        """The document as a bad line: in place of a block without its content."""
+        what = "document" if block.kind == "file" else block.kind.replace("jsonl", "line")
         reason = f"a {what} of {self.size:,} bytes, longer than {longest:,}"
-        bad = BadLine(path, line, reason, repr(self.parts[0].decode(errors="replace")))
+        start = repr(self.parts[0].decode(errors="replace"))
+        bad = BadLine(block.path, block.first_line, reason, start, unit=block.unit)
         rows = Rows(np.zeros((0, 0), np.int64), np.zeros(0, np.int64), (bad,))
-        return Block(path, "rows", line, b"", place, rows=rows)
+        return block._replace(kind="rows", rows=rows)
 
 
 def read_records(path: str, option: str) -> Iterator[Block]:

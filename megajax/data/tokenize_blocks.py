@@ -55,7 +55,7 @@ def encode_block(block: Block, recipe: Recipe) -> Result:
     """Parses and tokenizes one block."""
     tokenizer = recipe.load()
     documents, bad = documents_of(block, recipe.keys)
-    place = f"{block.path}, from line {block.first_line}: "
+    place = f"{block.path}, {block.unit if block.begins else 'from line'} {block.first_line}: "
     check_length(tokenizer, [text for texts in documents for text in texts], place)
     columns = [list(texts) for texts in zip(*documents, strict=True)] or [[] for _ in recipe.keys]
     encoded = [_encode(texts, recipe, tokenizer) for texts in columns]

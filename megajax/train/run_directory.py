@@ -150,7 +150,7 @@ class RunDirectory:
         self.meta = run_meta(run, tokenizer)
         self.checkpoints = Checkpoints(self.place / "checkpoints", output, self.meta, self.lock)
         if self._mirror:
-            self.checkpoints.more_messages = self._mirror.messages
+            self.checkpoints.more_messages, self.checkpoints.copy_logs = self._mirror.messages, self._mirror.copy_logs
         if self._resumed_path is None:
             self._save_config()  # else after the checkpoint has been found to be of this model and tokenizer
         self.jsonl = self.jsonl or str(self.directory / "log.jsonl")

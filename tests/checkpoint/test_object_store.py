@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import pathlib
 import time
 import uuid
@@ -16,6 +17,7 @@ from megajax.checkpoint.mirror import Mirror, fetch
 from megajax.checkpoint.run_files import refuse_foreign
 from megajax.checkpoint.store_lock import StoreLock, _Lease
 from megajax.config import ConfigError
+from megajax.data.remote import store_settings
 from megajax.train.goodput import read_lines
 
 FAST = {"lease": 0.6, "heartbeat": 0.1}
@@ -180,6 +182,25 @@ def test_files_are_copied_in_parts_and_read_joined(folder, monkeypatch, tmp_path
     assert object_store.read(folder / "goodput.jsonl").decode() == lines[0]
 
 
+def test_logs_are_copied_when_asked_and_what_vanishes_here_stays_in_the_store(folder, away):
+    copies = Mirror(folder, everything, interval=60)
+    for name in ("log.jsonl", "logs/process_0.log", "config.toml"):
+        (copies.local / name).parent.mkdir(exist_ok=True)
+        (copies.local / name).write_text("1\n")
+    copies.copy_logs()
+    assert set(object_store.files_below(folder)) == {"log.jsonl", "logs/process_0.log"}
+    copies._copy_once()
+    (copies.local / "config.toml").unlink()
+    (copies.local / "log.jsonl").write_text("1\n2\n")
+    away(True)
+    with pytest.raises(OSError, match="cannot connect to the store"):
+        copies.copy_logs()
+    away(False)
+    copies.copy_logs()
+    assert object_store.read(folder / "log.jsonl") == b"1\n2\n" and copies.close() == []
+    assert set(object_store.files_below(folder)) == {"log.jsonl", "logs/process_0.log", "config.toml"}
+
+
 def test_files_are_kept_while_the_store_is_away_and_copied_when_it_is_back(folder, away):
     copies = Mirror(folder, everything, interval=60)
     log = copies.local / "log.jsonl"
@@ -214,6 +235,28 @@ def _without_upath(original):
         return original(name, *arguments, **named)
 
     return load
+
+
+@pytest.mark.parametrize(("mode", "content"), [("w", "é\n"), ("wb", b"\x00\xff")])
+def test_the_small_files_of_orbax_are_written_whole(folder, monkeypatch, away, mode, content):
+    monkeypatch.setattr(store_drivers, "place", lambda path: folder / path.rpartition("/")[2])
+    with store_drivers._open(None, "s3://bucket/a", mode) as file:
+        file.write(content)
+        assert not object_store.exists(folder / "a")
+    assert object_store.read(folder / "a") == (content.encode() if mode == "w" else content)
+    away(True)
+    with pytest.raises(OSError, match="cannot connect"), store_drivers._open(None, "gs://bucket/b", mode) as file:
+        file.write(content)
+    assert store_drivers._open(lambda *words: words, "s3://bucket/a", "rb") == ("s3://bucket/a", "rb")
+    assert store_drivers._open(lambda *words: words, "/a/b", mode) == ("/a/b", mode)
+
+
+@pytest.mark.parametrize(("before", "after"), [(logging.NOTSET, logging.CRITICAL), (logging.DEBUG, logging.DEBUG)])
+def test_errors_that_are_raised_have_no_traceback_in_the_log(monkeypatch, before, after):
+    logger = logging.getLogger("gcsfs")
+    monkeypatch.setattr(logger, "level", before)
+    store_settings("gs://bucket/a")
+    assert logger.level == after
 
 
 def test_the_drivers_of_arrays_are_those_of_their_places(monkeypatch):

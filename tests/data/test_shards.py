@@ -1,15 +1,19 @@
 """preprocess --shard, and merge --shards: the pair of one process, restartable, with counts that are checked."""
 
+import gzip
 import json
 import os
 import pathlib
+import re
 import sys
 import types
 
+import fsspec
 import pytest
 
 from megajax.data import preprocess, shards
 from megajax.data.preprocess import main
+from megajax.data.spans import place_of_part
 
 FILES = 7
 
@@ -57,10 +61,44 @@ def test_merged_shards_are_the_pair_of_one_process(folder, capsys, count):
     assert [pair(f"part_{key}") for key in ("text", "title")] == [pair(f"whole_{key}") for key in ("text", "title")]
 
 
+def test_large_files_of_lines_are_divided(folder, capsys, monkeypatch):
+    """With files that are not, a URL, and more shards than sources; bad lines have a byte and a line."""
+    monkeypatch.setattr(shards, "DIVIDED", 200)
+    rows = [json.dumps({"text": f"row {row} " * (row % 7), "title": "é"}) for row in range(40)]
+    rows[30] = "bad"
+    content = "\n".join(rows).encode()
+    pathlib.Path("4.jsonl").write_bytes(b"\xef\xbb\xbf" + content)
+    with gzip.open("2.jsonl", "wb") as file:
+        file.write(content)
+    fsspec.filesystem("memory").pipe_file("shards/7.jsonl", content)
+    words = "--input", *[f"{number}.jsonl" for number in range(FILES)], "memory://shards/7.jsonl", "--bad-lines", "skip"
+    assert run(*words, out="whole") == 0
+    names = set()
+    capsys.readouterr()
+    for index in range(20):
+        assert run(*words, "--shard", f"{index}/20") == 0
+        names |= set(
+            re.findall(r"4.jsonl, from byte [\d,]+ line \d+: not JSON", " ".join(capsys.readouterr().err.split()))
+        )
+    assert len(names) == 1
+    [(byte, line)] = re.findall(r"byte ([\d,]+) line (\d+)", names.pop())
+    assert pathlib.Path("4.jsonl").read_bytes()[int(byte.replace(",", "")) :].split(b"\n")[int(line) - 1] == b"bad"
+    assert merged() == 0
+    assert "20 shards of 8 sources, 0.0 MB of text; 8 bad lines skipped" in capsys.readouterr().out
+    assert [pair(f"part_{key}") for key in ("text", "title")] == [pair(f"whole_{key}") for key in ("text", "title")]
+    broken("part.00005-of-00020.shard.json", lambda record: record.update(end_byte=record["end_byte"] + 1))
+    assert "does not begin where the shard before it ends" in refused(capsys, merged("--overwrite"))
+
+
+def divided(sizes, index, count):
+    """(first, end) of the whole sources of a shard."""
+    return tuple(place_of_part(part, count, [], sizes).source for part in (index, index + 1))
+
+
 def test_shares_are_neighbouring_sources_of_about_the_same_bytes():
     for sizes in ([1] * 10, [5, 0, 0, 90, 1, 1, 1, 1, 1], [0, 0, 0], list(range(100))):
         for count in (1, 2, 3, 7):
-            found = [shards._range(sizes, index, count) for index in range(count)]
+            found = [divided(sizes, index, count) for index in range(count)]
             assert [first for first, _ in found] == [0, *(end for _, end in found[:-1])] and found[-1][1] == len(sizes)
             largest = max(sum(sizes[first:end]) for first, end in found)
             assert largest <= sum(sizes) / count + max(sizes)

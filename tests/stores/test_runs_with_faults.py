@@ -91,8 +91,6 @@ def test_a_run_with_faults_loses_no_checkpoint_and_resumes_equal(tmp_path, store
     steps, found, log, folders = in_store(store, place)
     assert found == [] and steps[-1] == STEPS and len(steps) <= 3, (steps, second.out)
     assert len(folders) <= len(steps) + second.out.count("NOT saved") + 1, folders
-    numbers = [row["step"] for row in log]
-    # A killed run loses the lines of its last 10 seconds, which may be all; one that is stopped loses none.
-    assert numbers[0] == 1 if not killed_after else numbers[0] <= resumed + 1
-    assert numbers == list(range(numbers[0], STEPS + 1))
-    assert [row["loss"] for row in log] == pytest.approx(undisturbed[numbers[0] - 1 :], rel=2e-5)
+    # Before a checkpoint is complete its lines are in the store: none is lost, whenever the run was killed.
+    assert [row["step"] for row in log] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in log] == pytest.approx(undisturbed, rel=2e-5)

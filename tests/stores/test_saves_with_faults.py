@@ -1,5 +1,9 @@
 """Saves in object stores whose requests are delayed, refused, cut and lost: complete and equal, or no checkpoint."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,3 +81,30 @@ def test_a_save_is_whole_and_equal_or_no_checkpoint(store, name):
         assert checksums.problems(path) == []
         back = ocp.PyTreeCheckpointHandler().restore(orbax_path(path / "state"))
         jax.tree.map(np.testing.assert_array_equal, back, jax.tree.map(np.asarray, state(step)))
+
+
+CUT_UPLOADS = """
+import gc
+from etils import epath
+from megajax.checkpoint.object_store import place
+from megajax.checkpoint.store_drivers import orbax_path
+failed = 0
+folder = epath.Path(orbax_path(place("{folder}")))
+for number in range(20):
+    try:
+        (folder / f"{{number}}").write_text("x" * 20000)
+    except OSError:
+        failed += 1
+    gc.collect()
+assert failed < 10, failed
+"""
+
+
+def test_no_process_dies_in_an_upload_that_is_cut(store):
+    """With gcsfs's own files Python 3.12.1 dies by signal 11 in a collection: python/cpython#111049."""
+    store.proxy.fault = random_faults(("drop", "half", "lost answer"), 0.4, seed=3)
+    script = CUT_UPLOADS.format(folder=f"{store.scheme}://bucket/cut")
+    environment = os.environ | store.environment | {"AWS_MAX_ATTEMPTS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=500)
+    store.proxy.fault = no_fault
+    assert done.returncode == 0, done.stderr

@@ -1,12 +1,13 @@
 """Commands with runs or data in an object store: a store that goes away, two runs, several processes, mistakes."""
 
+import json
 import signal
 
 import numpy as np
 import pytest
 
 from experiments import gpt3
-from tests.stores.servers import Store, environment_of, missing, no_fault
+from tests.stores.servers import FAULTS, Store, environment_of, missing, no_fault, random_faults
 from tests.train.front_door import Command, Run, rows
 
 pytestmark = [
@@ -36,7 +37,7 @@ def saves(run) -> int:
 
 def test_a_store_that_goes_away_costs_one_line_and_saves_are_made_when_it_is_back(tmp_path, store):
     run = Run(tmp_path, LONG.format(place=place(store, "away")), **store.environment)
-    run.until(lambda: saves(run) >= 2)
+    run.until(lambda: saves(run) >= 2, 500)  # it compiles
     store.proxy.fault = lambda method, path: "down"
     run.until(lambda: "NOT saved" in run.out and "cannot be written" in run.out, 300)
     before = saves(run), run.out.count("step ")
@@ -123,6 +124,41 @@ def test_a_pair_in_a_store_trains_as_on_a_disk_and_its_run_is_replayed_from_ther
         [line.split()[3] for line in run.out.splitlines() if line.startswith("step ")] for run in (near, far, again)
     ]
     assert lines[0] == lines[1] == lines[2]
+
+
+@pytest.mark.parametrize("fault", [None, "all"])
+def test_preprocess_writes_a_pair_to_a_store_and_divides_a_file_there(tmp_path, store, monkeypatch, capfd, fault):
+    """The pair of one process on a disk; shards of one file of lines at a URL, more than there are sources."""
+    import fsspec
+
+    from megajax.data.preprocess import main
+
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": f"line {number} " * (number % 50)}) for number in range(20_000)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    url, out = f"{store.scheme}://bucket/texts/{fault}.jsonl", place(store, f"pair-{fault}")
+    common = ["--tokenizer", "byte", "--workers", "1"]
+    ends = ("bin", "sums.json", "idx")
+    assert main(["--input", "text.jsonl", "--out", "near", *common]) == 0
+    with environment_of(store.direct):
+        fsspec.filesystem(store.scheme).put_file("text.jsonl", url)
+    with environment_of(store.environment):
+        store.proxy.fault = random_faults(FAULTS, 0.1, seed=5) if fault else no_fault
+        assert main(["--input", url, "--out", out, *common]) == 0
+        for index in range(3):
+            assert main(["--input", url, "--out", "part", *common, "--shard", f"{index}/3"]) == 0
+        store.proxy.fault = no_fault
+        assert main(["merge", "--shards", "part"]) == 0
+        capfd.readouterr()
+        assert main(["--input", url, "--out", out, *common]) == 2
+        assert "already exists: pass --overwrite to replace it" in capfd.readouterr().err
+        assert main(["--input", url, "--out", f"{store.scheme}://nobucket/a", *common]) == 2
+        assert f"cannot write {store.scheme}://nobucket/a.unfinished: there is no such bucket" in capfd.readouterr().err
+    with environment_of(store.direct):
+        system = fsspec.filesystem(store.scheme)
+        far = [system.cat_file(f"{out}.{end}") for end in ends]
+    near, part = ([(tmp_path / f"{name}.{end}").read_bytes() for end in ends] for name in ("near", "part"))
+    assert near == far == part
 
 
 def wrong_inputs(store, tmp_path):
