@@ -358,7 +358,7 @@ def _block_workspace(run: RunConfig, item: int) -> int:
 
 
 def _expert_workspace(run: RunConfig, item: int) -> int:
-    """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32, and the experts' rows.
+    """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32 if not added in place, and rows.
 
     Of the rows: copies of tokens and of gradients, and what is before and after the activation, with gradients.
     """
@@ -367,4 +367,5 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     routed = [one for one in model.matmuls if one.name.startswith("experts")]
     widths = sum(max(one.inputs, one.outputs) for one in routed if one.split) / model.experts.chosen
     rows = rows_of(model, parallel) * model.experts.chosen * model.expert_rows(parallel.expert)
-    return item * common + 4 * experts + int(rows * item * (2 * model.hidden + 2 * widths / parallel.tensor))
+    gradients = 0 if StepProgram.of(run).experts_in_place else 4 * experts
+    return item * common + gradients + int(rows * item * (2 * model.hidden + 2 * widths / parallel.tensor))
