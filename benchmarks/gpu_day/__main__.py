@@ -19,6 +19,7 @@ import os
 import pathlib
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +43,7 @@ from megajax.schedules.errors import exit_code
 COMPILED_FOR = 8  # GPUs of --compile-only
 TINY_DEVICES = "cpu:8"
 MINUTES = 25.0
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +61,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     add("--compile-only", type=plain_text, choices=gpus.GPUS, metavar="GPU", help="of eight of these; nothing is run")
     add("--minutes", type=number(), help=f"after which cases end (default: {MINUTES:g}; of --compile-only none)")
     add("--only", action="append", type=plain_text, help="cases whose names begin so")
-    add("--jobs", type=whole(), default=min(MOST_JOBS, max(1, (os.cpu_count() or 2) // 2)), help="cases at a time")
+    add("--jobs", type=whole(), help="cases at a time (default: one for two cores, or if no GPU runs one for each)")
     add("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results"), help="folder (default: %(default)s)")
     own = parser.parse_args(arguments)
     if own.out.exists() and not own.out.is_dir():
@@ -86,10 +88,15 @@ def _command(arguments: Sequence[str] | None) -> int:
         os.environ[DEVICES] = own.devices
     os.environ.setdefault(GPUS, os.environ.get(VISIBLE, ",".join(map(str, range(device["count"])))))
     os.environ.setdefault(FOLDER, str(own.out.resolve()))
+    cores = os.cpu_count() or 2
+    jobs = own.jobs or min(MOST_JOBS, cores if own.tiny or own.compile_only else max(1, cores // 2))
     on = "compiled for" if own.compile_only else "on"
     print(f"{len(chosen)} cases {on} {device['count']} {device['kind']}", flush=True)
     minutes = own.minutes or (float("inf") if own.compile_only else MINUTES)
-    run_all(chosen, store, own.jobs, started + 60 * minutes, lambda line: print(line, flush=True))
+    with tempfile.TemporaryDirectory() as folder:
+        if own.tiny:  # a case's program for CPU devices is often that of its reference, too
+            os.environ.setdefault(CACHE, folder)
+        run_all(chosen, store, jobs, started + 60 * minutes, lambda line: print(line, flush=True))
     for left in own.out.glob("cpu_losses_*"):
         left.unlink()
     page.write(store.results, path.with_suffix(".html"))

@@ -8,7 +8,7 @@ from typing import Any
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 
 HERE = "benchmarks.gpu_day"
-STEPS = 30
+STEPS, TINY_STEPS = 30, 10
 TINY_DEADLINE = 400  # seconds of a case: eight CPU devices may share one busy core
 MOST_JOBS = 6  # cases of small models that share the GPUs
 # fp32 on a GPU is TF32 unless this is set: JAX's default, and not a difference of the program.
@@ -75,7 +75,13 @@ class Case:
 def cases(gpus: int, tiny: bool) -> list[Case]:
     """All cases for this number of devices; `tiny`: fewer, of sizes that CPU devices run in a few minutes."""
     found = [*_losses(tiny), *_layouts(gpus, tiny), *_programs(tiny), *_timed(tiny)]
-    return [dataclasses.replace(one, deadline=TINY_DEADLINE) for one in found] if tiny else found
+    return list(map(_tiny, found)) if tiny else found
+
+
+def _tiny(case: Case) -> Case:
+    """The case with fewer steps, and time for busy cores."""
+    steps = {"steps": TINY_STEPS} if "steps" in case.arguments else {}
+    return dataclasses.replace(case, arguments=case.arguments | steps, deadline=TINY_DEADLINE)
 
 
 def _losses(tiny: bool) -> Iterator[Case]:

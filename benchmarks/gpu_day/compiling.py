@@ -21,7 +21,9 @@ from megajax.config.cli import parse
 from megajax.estimate.auto import resolved
 from megajax.estimate.collective_order import check
 from megajax.estimate.program_account import account_of
+from megajax.ops.attention_choice import NO_TOKAMAX
 from megajax.plan.compiler import CompilerError, compile_for, target_config
+from megajax.runtime.compat import tokamax_installed
 from megajax.runtime.mesh import make_mesh
 
 # What compiles the programs of a function that runs them.
@@ -81,7 +83,9 @@ def torch(name: str) -> dict[str, Any]:
 
 
 def step(run: RunConfig, label: str, layout: str = "", **options) -> dict[str, Any]:
-    """A row of a compiled step; `options` as of `compile_for`."""
+    """A row of a compiled step; `options` as of `compile_for`. Raises NotAvailable without the kernels that it takes."""
+    if run.parallel.attention == "tokamax" and not tokamax_installed():
+        raise NotAvailable(NO_TOKAMAX)
     gpu, _ = target()
     row = {"label": f"{label} {layout}".strip(), "seconds": None, "peak_gigabytes": None, "problem": None}
     start = time.perf_counter()

@@ -16,11 +16,14 @@ from megajax.estimate.program_kernels import Kernels, Work
 __all__ = ["EXPERTS_HIDDEN", "SLICE", "ExpertKernels"]
 
 SLICE = 4  # bytes for each parameter of a 16-bit copy out of the stack of layers, read and written
-# Bytes for each parameter on the device of its fp32 gradient, which is copied out of the sums, added and written, or without
-# a loop over blocks added. Passes over the hidden elements of rows and over what the MLP computes of them, of a forward and
-# of a backward; kernels of both, and more of them where tokens are sent by all-to-all.
+# Bytes for each parameter on the device of its fp32 gradient where its kernel does not add it to the sums: it is copied out
+# of them, added and written, or without a loop over blocks added. Passes over the hidden elements of rows and over what the
+# MLP computes of them, of a forward and of a backward.
 EXPERT_SUMS, UNROLLED_SUMS = 20, 12
 HIDDEN_PASSES, INNER_PASSES = (3, 4), (1, 3)
+# Copies for collectives: passes over the group's tokens, which are transposed where a tensor group shares the sequence; with
+# all-to-all over what is received and over what is sent. Kernels of both passes, and more of them with all-to-all.
+GATHERED_PASSES, RECEIVED_PASSES, SENT_PASSES = (4, 6), (0, 3), (2, 4)
 EXPERT_KERNELS, ROUTED_KERNELS = (25, 45), (15, 20)
 # And of their communication in a merged tick what the other pass hides: with tensor parallelism, and without.
 EXPERTS_HIDDEN = (0.4, 0.0)
@@ -45,15 +48,27 @@ class ExpertKernels(Kernels):
         if not self.held:
             return Work()
         model, parallel, unrolls = self.model, self.parallel, self.program.unrolls
-        copies = 1 + backward * self.program.splits  # of weights out of the stack: I and W have one each
-        weights = self.held * (SLICE * (0 if backward and unrolls else copies))
-        sums = backward * self.held * (UNROLLED_SUMS if unrolls else EXPERT_SUMS)
+        in_place, splits = self.program.experts_in_place, backward and self.program.splits
+        copies = 2 if splits else not (in_place or (backward and unrolls))  # out of the stack, one each of I and W
+        weights = self.held * SLICE * copies
+        sums = backward * self.held * (UNROLLED_SUMS if unrolls else 0 if in_place else EXPERT_SUMS)
         hidden = HIDDEN_PASSES[backward] * model.experts.chosen * model.hidden
         inner = INNER_PASSES[backward] * model.routed_inner / parallel.tensor
         tokens = parallel.expert * model.hidden  # which the group sends here
-        rows = self.rows * self.item * (self.room * (hidden + inner) + 2 * tokens)
+        rows = self.rows * self.item * (self.room * (hidden + inner) + 2 * tokens + self._copies(backward))
         kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * (parallel.expert_dispatch == "all_to_all")
         return self.traffic(weights + sums + rows, kernels)
+
+    def _copies(self, backward: int) -> float:
+        """Elements for each token of a microbatch that are moved for the collectives over `expert` and `tensor`."""
+        parallel, degree = self.parallel, self.parallel.expert
+        if degree == 1:
+            return 0.0
+        passes = GATHERED_PASSES[backward] * degree * (self.split > 1)
+        if parallel.expert_dispatch == "all_to_all":
+            sent = min(self.model.experts.chosen, degree)
+            passes += RECEIVED_PASSES[backward] * degree + SENT_PASSES[backward] * sent
+        return passes * self.model.hidden / self.split
 
     @functools.cached_property
     def dispatched(self) -> tuple[float, float]:

@@ -358,13 +358,16 @@ def _block_workspace(run: RunConfig, item: int) -> int:
 
 
 def _expert_workspace(run: RunConfig, item: int) -> int:
-    """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32, and the experts' rows.
+    """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32 if not added in place, and rows.
 
-    Of the rows: copies of tokens and of gradients, and what is before and after the activation, with gradients.
+    Of the rows: copies of tokens and of gradients, and what is before and after the activation, with gradients. With full
+    recomputation the forward of a merged tick has its own before the activation, beside that of the backward.
     """
-    model, parallel = model_costs(run.model), run.parallel
+    model, parallel, program = model_costs(run.model), run.parallel, StepProgram.of(run)
     common, experts = block_parameters(run)
-    routed = [one for one in model.matmuls if one.name.startswith("experts")]
-    widths = sum(max(one.inputs, one.outputs) for one in routed if one.split) / model.experts.chosen
+    widths = [max(one.inputs, one.outputs) for one in model.matmuls if one.split and one.name.startswith("experts")]
+    again = program.merges and program.paired and parallel.recompute == "full"
+    width = (2 * sum(widths) + again * max(widths)) / model.experts.chosen / parallel.tensor
     rows = rows_of(model, parallel) * model.experts.chosen * model.expert_rows(parallel.expert)
-    return item * common + 4 * experts + int(rows * item * (2 * model.hidden + 2 * widths / parallel.tensor))
+    gradients = 0 if program.experts_in_place else 4 * experts
+    return item * common + gradients + int(rows * item * (2 * model.hidden + width))

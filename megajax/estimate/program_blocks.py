@@ -112,7 +112,9 @@ class Blocks(ExpertKernels):
         rows, k, n = self.rows, one.inputs, one.outputs
         if one.experts:
             values = k + n + (self.model.experts.chosen - 1) * self.model.hidden
-            moved = self.item * self.room * rows * values + one.experts * (4 if of == "weights" else self.item)
+            added = self.program.experts_in_place and not self.program.unrolls
+            sums = 8 if added else 4  # bytes of a gradient's element, read and written, or written
+            moved = self.item * self.room * rows * values + one.experts * (sums if of == "weights" else self.item)
             flops = 2 * rows * k * n
             return max(flops / self.rates.matmul_rate(flops), moved / self.rates.memory)
         faster = 2 if self.fp8 else 1

@@ -193,6 +193,14 @@ class StepProgram:
         nothing_to_hide = parallel.tensor == 1 or (self.merges and parallel.pipe == 1)
         return self.in_place and again and nothing_to_hide and parallel.zero < 3 and matmuls is None
 
+    @property
+    def experts_in_place(self) -> bool:
+        """Whether kernels read experts' weights in the stack of all layers and add their gradients to the sums there.
+
+        I and W do not know the stack that weights are of, and without a loop over blocks each has its own sums.
+        """
+        return self.in_place and self.run.parallel.zero < 3  # which gathers weights and scatters gradients
+
     # Collectives.
 
     @functools.cached_property

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.gpu_day import kernels, verdict
+from benchmarks.gpu_day import compiling, kernels, verdict
 from benchmarks.gpu_day.__main__ import main
 from benchmarks.gpu_day.cases import Case, cases
 from benchmarks.gpu_day.compiling import compiled_case
-from benchmarks.gpu_day.outcomes import Refused, Wrong
+from benchmarks.gpu_day.outcomes import NotAvailable, Refused, Wrong
 from benchmarks.gpu_day.programs import Programs, compiled
 from benchmarks.gpu_day.runner import Store, _devices, run_all, run_case
+from megajax.config.cli import parse
 from megajax.ops.attention import XLA, Kernel
 from megajax.plan.compiler import MISSING_PLUGIN, has_compiler
 
@@ -179,6 +180,14 @@ def test_every_case_compiles_or_says_why_not():
         inspect.signature(getattr(importlib.import_module(module), name)).bind(**twin.arguments)
         assert (twin.name, twin.part) == (one.name, "compiled")
         assert twin.environment["MEGAJAX_GPU_DAY_TARGET"] == "h100-80gb:8"
+
+
+def test_a_step_whose_kernels_are_not_installed_is_not_compiled(monkeypatch):
+    """`--attention auto` names kernels that the machine with the GPUs has; without them the case is not run."""
+    monkeypatch.setattr(compiling, "tokamax_installed", lambda: False)
+    run = parse("--model gpt2 --attention tokamax --precision bf16".split(), "", {}).run(1, "bf16")
+    with pytest.raises(NotAvailable, match="tokamax is not installed: .* pip install"):
+        compiling.step(run, "a step")
 
 
 @pytest.mark.skipif(not has_compiler(), reason=MISSING_PLUGIN)
