@@ -3,10 +3,10 @@
 It follows from the run, the model's costs, the program (`software.py`) and the rates of `megajax.estimate.rates`. With m
 microbatches, p ranks and v chunks a rank,
 
-    step = m (a rank's blocks + head) + bubble of the schedule + exposed sends + gradient sum + optimizer
+    step = (m (a rank's blocks + head) + bubble of the schedule + exposed sends + gradient sum + optimizer) (1 + waiting)
 
-What is left out: launching kernels, loading data, stragglers, contention between communication and compute. megajax's own
-program is not priced here but kernel by kernel, as XLA compiles it (`megajax/estimate/program_time.py`).
+What is left out: launching kernels, loading data, hosts that are slow, contention between communication and compute.
+megajax's own program is not priced here but kernel by kernel, as XLA compiles it (`megajax/estimate/program_time.py`).
 """
 
 import operator
@@ -21,7 +21,7 @@ from megajax.estimate.gpus import Gpu, is_fused
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
 from megajax.estimate.memory import ITEMSIZE, Sharding, rank_parameters, rows_of, sharded_parameters
 from megajax.estimate.program_kernels import Work
-from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD
+from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, waiting
 from megajax.models.costs import ModelCosts
 from megajax.pipeline.program import StepProgram
 from megajax.schedules.simulate import Costs
@@ -30,7 +30,7 @@ __all__ = ["PublishedTime", "layer_times", "published_time"]
 
 
 class PublishedTime(NamedTuple):
-    """Seconds of one optimizer step: of a rank's blocks, and of the parts of the formula above."""
+    """Seconds of one optimizer step: of a rank's blocks, of the parts of the formula above, waiting for the slowest GPU."""
 
     blocks: Work
     accumulation: float
@@ -39,6 +39,7 @@ class PublishedTime(NamedTuple):
     sends: float
     data: float
     optimizer: float
+    slowest: float = 0.0
 
     @property
     def total(self) -> float:
@@ -66,7 +67,7 @@ def layer_times(model: ModelCosts, parallel: ParallelConfig, ops: Operations) ->
     forward = Work(matmul, attention, elementwise + read, exchange, rings[0], sent)
     backward = Work(matmul_backward, attention_backward, 1.5 * elementwise + read + written, exchange, rings[1], sent)
     if mode == "full":  # which sends no results again
-        return forward, backward + forward._replace(expert=0.0)
+        return forward, backward + forward._replace(matmul=software.recomputed * matmul, expert=0.0)
     several = zip(model.matmuls, shapes, strict=True)
     matmul_again = sum(ops.matmul(rows, k, n) for one, (k, n) in several if mode in one.recomputed)
     return forward, backward + Work(matmul=matmul_again, attention=again)
@@ -96,7 +97,8 @@ def _attention_times(model: ModelCosts, parallel: ParallelConfig, ops: Operation
     queries = tokens // parallel.context  # of one device, an equal share of the work (2407.21783 section 3.3.2)
     scores = heads * queries * tokens
     if software.fused_attention or is_fused(parallel):
-        forward = ops.attention(4 * heads * model.attention.pairs(tokens) * head_size / parallel.context)
+        pairs = model.attention.pairs(tokens)
+        forward = ops.attention(4 * heads * pairs * head_size / parallel.context, pairs / tokens, head_size)
         # A fused backward always computes the scores again.
         return forward, (TOKAMAX_BACKWARD if parallel.attention == "tokamax" else FUSED_BACKWARD) * forward, 0.0
     products = 2 * ops.matmul(queries, head_size, tokens, heads)
@@ -246,7 +248,8 @@ def published_time(
     forward, backward = _chunk_times(run, ops)
     both, batches = forward + backward, run.microbatches
     # The matmuls of the weights' gradients are half of a backward's.
-    weight = (backward.matmul - (forward.matmul if parallel.recompute == "full" else 0)) / 2
+    again = software.recomputed * forward.matmul if parallel.recompute == "full" else 0
+    weight = (backward.matmul - again) / 2
     costs = Costs(forward.total, backward.total, backward.total - weight, weight)
     blocks = both * (batches * parallel.chunks)
     stages = parallel.stage_layers(model.layers)
@@ -260,7 +263,7 @@ def published_time(
     # passes over the sums of gradients before that, which ZeRO 1 does not shard.
     held = rank_parameters(run, sharding)
     state, sums = (sharded_parameters(run, held, is_sharded) for is_sharded in (sharding.zero > 0, sharding.zero == 3))
-    return PublishedTime(
+    found = PublishedTime(
         blocks=blocks,
         accumulation=batches * ops.traffic(sum(held) * software.accumulation_bytes),
         head=batches * head,
@@ -269,3 +272,4 @@ def published_time(
         data=data,
         optimizer=ops.traffic(state * (5 * 4 + 3 * 4 + ITEMSIZE["bf16"]) + sums * software.buffer_bytes),
     )
+    return found._replace(slowest=found.total * waiting(gpu, parallel.devices))

@@ -42,7 +42,9 @@ class Row:
       teraflops: TFLOP/s per GPU, as printed or from the printed seconds.
       equation_3: whether that includes full recomputation (2104.04473) or not.
       sharding: what was sharded.
-      fitted: whether the time model's constants were fitted to this row.
+      fitted: whether constants of programs (`operations.Fitted`) were fitted to this row.
+      source: the publication.
+      held_out: whether no constant at all is chosen with the rows of its source in view.
     """
 
     table: str
@@ -53,11 +55,8 @@ class Row:
     equation_3: bool = False
     sharding: Sharding = Sharding()
     fitted: bool = False
-
-    @property
-    def source(self) -> str:
-        """The publication: the first word of `table`."""
-        return self.table.split()[0]
+    source: str = ""
+    held_out: bool = False
 
     @property
     def kind(self) -> str:
@@ -96,7 +95,14 @@ def _row(fields: dict[str, Any]) -> Row:
     else:
         seconds = fields["seconds"] if "seconds" in fields else fields["batch"] / fields["samples"]
         teraflops = flops / seconds / devices / 1e12
-    flags = fields.get("equation_3", False), sharding, fields.get("fitted", False)
+    source = fields.get("source", fields["table"].split()[0])
+    flags = (
+        fields.get("equation_3", False),
+        sharding,
+        fields.get("fitted", False),
+        source,
+        fields.get("held_out", False),
+    )
     return Row(fields["table"], runs, gpu, SOFTWARE[fields["software"]], teraflops, *flags)
 
 

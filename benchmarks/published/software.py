@@ -33,6 +33,7 @@ class Software:
       gathers_hidden: they overlap all of it, at the rate of nccl-tests: of `gathers_ahead` and this at most one.
       gathers_for_recompute: with full recompute, ZeRO-3 gathers a block for its second forward and for its backward;
         otherwise once for both.
+      recomputed: of a block's matmuls, the part that its full recomputation repeats.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Software:
     gathers_ahead: bool = False
     gathers_hidden: bool = False
     gathers_for_recompute: bool = True
+    recomputed: float = 1.0
 
 
 def _read() -> dict[str, Software]:

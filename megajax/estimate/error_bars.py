@@ -2,28 +2,50 @@
 
 import dataclasses
 import itertools
+import math
+from collections.abc import Sequence
 
 from megajax.config import ParallelConfig
 from megajax.schedules.registry import SPECS
 
+FAMILIES = {"a100": "A100s", "h100": "H100s", "h200": "H200s", "blackwell": "Blackwell"}
 KINDS = MEGATRON, FSDP, CONTEXT, EXPERTS = "Megatron-style", "FSDP/ZeRO-3", "context", "experts"
 
 
 @dataclasses.dataclass(frozen=True)
 class ErrorBar:
-    """Relative errors of predicted step times of published runs, of other programs by the same rates.
+    """By how much published steps that no constant was fitted to took longer, or shorter, than predicted; relative.
 
     Attributes:
-      total: root mean square; what a prediction may be off by.
-      within: standard deviation within a source, around its mean error.
+      rows, sources: how many.
+      bias: their mean; above 0 they took longer.
+      faster, slower: one standard deviation to each side, the root mean square of those that took shorter, and longer.
     """
 
-    total: float
-    within: float
+    rows: int
+    sources: int
+    bias: float
+    faster: float
+    slower: float
 
 
-# The last lines of `python -m benchmarks.published`, without those of experts; a test compares them.
-ERROR_BARS = {MEGATRON: ErrorBar(0.071, 0.028), FSDP: ErrorBar(0.097, 0.087), CONTEXT: ErrorBar(0.010, 0.010)}
+# Of held-out sources, by family of GPU and kind, "" all families: `python -m benchmarks.published` prints them, and a test
+# compares. At least FLOOR each.
+FLOOR = 0.02
+ERROR_BARS = {
+    ("", MEGATRON): ErrorBar(16, 3, 0.047, 0.048, 0.095),
+    ("", FSDP): ErrorBar(29, 3, 0.060, 0.030, 0.155),
+    ("", CONTEXT): ErrorBar(4, 1, -0.005, 0.020, 0.020),
+    ("", EXPERTS): ErrorBar(2, 2, -0.009, 0.103, 0.085),
+    ("a100", MEGATRON): ErrorBar(5, 1, -0.042, 0.048, 0.020),
+    ("a100", FSDP): ErrorBar(19, 1, 0.042, 0.036, 0.127),
+    ("h100", MEGATRON): ErrorBar(11, 2, 0.088, 0.020, 0.095),
+    ("h100", FSDP): ErrorBar(10, 2, 0.094, 0.020, 0.200),
+    ("h100", CONTEXT): ErrorBar(1, 1, 0.020, 0.020, 0.020),
+    ("h100", EXPERTS): ErrorBar(2, 2, -0.009, 0.103, 0.085),
+    ("blackwell", CONTEXT): ErrorBar(3, 1, -0.014, 0.020, 0.020),
+}
+MOST_ROWS = 10  # of a family, for a bar of its own
 # The error of the predicted ratio of two layouts' times, from compiled programs of megajax: the last line of
 # `python -m benchmarks.compiled questions --show`, which a test compares. One standard deviation, as `total` is.
 COMPARISON = 0.007
@@ -39,9 +61,25 @@ def kind_of(context: int, zero: int, experts: bool = False) -> str:
     return CONTEXT if context > 1 else FSDP if zero == 3 else MEGATRON
 
 
-def bar_of(parallel: ParallelConfig) -> ErrorBar:
-    """The error bar of a layout's predicted time; with experts, of which two runs are published, that without them."""
-    return ERROR_BARS[kind_of(parallel.context, parallel.zero)]
+def bar_of(family: str, parallel: ParallelConfig, experts: bool = False) -> tuple[str, ErrorBar]:
+    """(whose it is, the error bar) of a layout's predicted time on GPUs of a family (`Gpu.family`).
+
+    Of the same kind on the same family if there are enough rows, otherwise on all.
+    """
+    kind = kind_of(parallel.context, parallel.zero, experts)
+    own = ERROR_BARS.get((family, kind))
+    if own and own.rows >= MOST_ROWS:
+        return f"{kind} on {FAMILIES[family]}", own
+    return kind, ERROR_BARS["", kind]
+
+
+def error_bar(errors: Sequence[float], sources: int) -> ErrorBar:
+    """Of the errors of some rows, predicted relative to published throughput: how much longer their steps took."""
+    sides = {}
+    for name, some in (("faster", [e for e in errors if e < 0]), ("slower", [e for e in errors if e >= 0])):
+        spread = math.sqrt(sum(e**2 for e in some) / len(some)) if some else 0.0
+        sides[name] = max(FLOOR, spread)
+    return ErrorBar(len(errors), sources, sum(errors) / len(errors), **sides)
 
 
 def pair_kinds(one: ParallelConfig, other: ParallelConfig) -> list[str]:

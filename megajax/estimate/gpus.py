@@ -75,12 +75,20 @@ class Gpu:
 
     @property
     def family(self) -> str:
-        """The chip whose measured shares of the peak the time model takes (`rates.py`): "a100", "h100" or "h200".
+        """The chip whose shares of the peak the time model takes (`rates.py`): "a100", "h100", "h200" or "blackwell".
 
-        Of other chips no training run was fitted: Volta's and Ampere's take the A100's, all newer ones the H100's.
+        Of other chips no training run was fitted: Volta's and Ampere's take the A100's, AMD's and Ada's the H100's.
         """
         chip = (self.like or self.name).split("-")[0]
-        return chip if chip in ("a100", "h100", "h200") else "a100" if chip in ("v100", "a10g") else "h100"
+        if chip in ("a100", "h100", "h200"):
+            return chip
+        return (
+            "a100"
+            if chip in ("v100", "a10g")
+            else "h100"
+            if (self.compute_capability or (9, 0)) < (10, 0)
+            else "blackwell"
+        )
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s in "bf16", "fp16" or "fp32"; raises ConfigError if the GPU has no tensor cores for that type."""

@@ -67,6 +67,7 @@ class Kernel:
       fp8: whether its matmuls multiply 8-bit floats.
       backward: whether it is of attention's backward.
       part: of the square of scores, the part that attention computes; None: the program does not say.
+      keys, width: of attention, the keys that its operands have, and the elements of a head.
     """
 
     name: str
@@ -77,6 +78,8 @@ class Kernel:
     part: float | None = None
     fp8: bool = False
     backward: bool = False
+    keys: float = math.inf
+    width: float = math.inf
 
     @property
     def bytes(self) -> int:
@@ -129,7 +132,9 @@ def _products(name: str, read: int, written: int, lines: Sequence[Line], types: 
     """The kernel of these lines if they have attention, grouped matmuls or matmuls; None if not."""
     if fused := [one for one in lines if _is_attention(one)]:
         flops, part = sum(_attention_flops(one, types) for one in fused), _attention_part(fused[0])
-        return Kernel(name, "attention", read, written, flops, part, backward=_is_backward(fused[0]))
+        keys, width = _attended(fused[0], types)
+        backward = _is_backward(fused[0])
+        return Kernel(name, "attention", read, written, flops, part, backward=backward, keys=keys, width=width)
     if not any(map(is_matmul, lines)):
         return None
     kind = "experts" if any(map(is_grouped, lines)) else "matmul"
@@ -164,12 +169,27 @@ def _attention_flops(line: Line, types: Mapping[str, str]) -> float:
     products = 5 if "Backward" in name else 2
     if name.startswith(OWN_BACKWARD):
         products = OWN_PRODUCTS[len(arrays(line.type))]
-    shapes = [shapes_[0][1] for name in operands(line)[:2] if (shapes_ := arrays(types.get(name, "")))]
+    shapes = _attention_shapes(line, types)
     (queries, heads, width), keys = shapes[0][-3:], shapes[1][-3]
-    batch = math.prod(shapes[0][:-3])
+    batch, hidden = math.prod(shapes[0][:-3]), keys - _window(line, keys)
+    return products * 2.0 * batch * heads * (queries * keys - hidden**2) * width
+
+
+def _attention_shapes(line: Line, types: Mapping[str, str]) -> list[tuple[int, ...]]:
+    """Of queries and keys."""
+    return [found[0][1] for name in operands(line)[:2] if (found := arrays(types.get(name, "")))]
+
+
+def _window(line: Line, keys: int) -> int:
+    """The keys of a sliding window; without one all."""
     window = WINDOW.search(line.rest)
-    size = min(keys, int(window[1])) if window and int(window[1]) else keys
-    return products * 2.0 * batch * heads * (queries * keys - (keys - size) ** 2) * width
+    return min(keys, int(window[1])) if window and int(window[1]) else keys
+
+
+def _attended(line: Line, types: Mapping[str, str]) -> tuple[float, float]:
+    """(keys of a query by the whole square of scores, as `_attention_flops` counts it; elements of a head)."""
+    (queries, _, width), (keys, *_) = (shape[-3:] for shape in _attention_shapes(line, types))
+    return keys - (keys - _window(line, keys)) ** 2 / queries, width
 
 
 def _attention_part(line: Line) -> float | None:

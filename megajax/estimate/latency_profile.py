@@ -29,14 +29,15 @@ def profile_of_run(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bytes:
       published rate for the run's precision.
     """
     sizes = [one.on_device(run.parallel.tensor) for one in costs.matmuls]
-    flops = [2 * rows_of(costs, run.parallel) * inputs * outputs for inputs, outputs in sizes]
+    rows = rows_of(costs, run.parallel)
     try:
         rates = rates_of(gpu, run.train.precision)
     except ConfigError:
         return b""
-    if not flops:
+    if not sizes:
         return b""
-    mean = sum(one / rates.matmul_rate(one) for one in flops) / len(flops)
+    seconds = (rates.product(2 * rows * inputs * outputs, 2 * rows * outputs, 0.0) for inputs, outputs in sizes)
+    mean = sum(seconds) / len(sizes)
     kinds = ((IN_PLACE_MATMUL, mean), (SLICE, rates.gap))
     endings = ["", *(f".{number}" for number in range(1, MOST_NAMES))]
     return _profile({kind + ending: seconds for kind, seconds in kinds for ending in endings})

@@ -115,8 +115,10 @@ class Blocks(ExpertKernels):
             added = self.program.experts_in_place and not self.program.unrolls
             sums = 8 if added else 4  # bytes of a gradient's element, read and written, or written
             moved = self.item * self.room * rows * values + one.experts * (sums if of == "weights" else self.item)
-            flops = 2 * rows * k * n
-            return max(flops / self.rates.matmul_rate(flops), moved / self.rates.memory)
+            written = (
+                one.experts * 4 if of == "weights" else self.item * self.room * rows * (k if of == "inputs" else n)
+            )
+            return self.rates.product(2 * rows * k * n, written, moved)
         faster = 2 if self.fp8 else 1
         if of == "weights":
             return self._seconds(k, rows, n, faster, sums=True)
@@ -190,13 +192,15 @@ class Blocks(ExpertKernels):
         if is_fused(parallel):
             flops = 4 * heads * attention.pairs(tokens) * attention.head_size / parallel.context
             factor = TOKAMAX_BACKWARD if parallel.attention == "tokamax" else FUSED_BACKWARD
-            forward = Work(attention=flops / self.rates.attention_rate(False), gaps=self.rates.gap)
-            backward = Work(attention=factor * flops / self.rates.attention_rate(True), gaps=self.rates.gap)
+            keys = attention.pairs(tokens) / tokens
+            rates = [self.rates.attention_rate(backward, keys, attention.head_size) for backward in (False, True)]
+            forward = Work(attention=flops / rates[0], gaps=self.rates.gap)
+            backward = Work(attention=factor * flops / rates[1], gaps=self.rates.gap)
             return forward, backward, Work()
         scores = heads * queries * tokens
         moved = 4 * scores * self.item  # for the maximum, for the sum, and the softmax's reads and writes
-        flops = 2 * scores * attention.head_size
-        product = max(flops / self.rates.matmul_rate(flops), scores * self.item / self.rates.memory)
+        written = scores * self.item
+        product = self.rates.product(2 * scores * attention.head_size, written, written)
         passes = self.traffic(moved + (scores * (2 * self.item + 1) if self._drops else 0), 4)
         forward = Work(matmul=2 * product, gaps=2 * self.rates.gap) + passes
         again = forward if parallel.recompute in attention.scores_recomputed else Work()

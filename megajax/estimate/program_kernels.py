@@ -97,9 +97,9 @@ class Kernels:
 
     def _seconds(self, rows: float, inner: float, columns: float, faster: int, sums: bool) -> float:
         operands = self.item // faster  # bytes of an element, 1 of fp8's
-        moved = operands * (rows * inner + inner * columns) + rows * columns * (8 if sums else self.item)
-        flops = 2 * rows * inner * columns
-        return max(flops / self.rates.matmul_rate(flops) / faster, moved / self.rates.memory)
+        written = rows * columns * (4 if sums else self.item)
+        moved = operands * (rows * inner + inner * columns) + written * (2 if sums else 1)
+        return self.rates.product(2 * rows * inner * columns, written, moved, faster)
 
     def ring(self, count: float, group: int, axis: str) -> float:
         """Seconds of an all-gather or a reduce-scatter of `count` bytes in all, their mean; an all-reduce is both."""

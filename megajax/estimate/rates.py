@@ -13,21 +13,33 @@ from megajax.estimate.measured import Link, Measured, rate_at
 
 __all__ = ["FUSED_BACKWARD", "TOKAMAX_BACKWARD", "Rates", "devices_here", "in_a_host", "rates_of", "spread"]
 
-# The share of the dense peak that a large product reaches with all GPUs at work (power limits lower the clocks). About 700
-# TFLOP/s of large bf16 products in training on an H100: a product alone was measured at 790, whole steps of training at up
-# to 544. The H200 is the H100's chip, on which products in training were within 3% of this (docs/gpus.md). The A100's is
-# what four rows of 2104.04473's tables 1 and 2 gave for products of 8192 x 8192.
-MATMUL_SHARE = {"a100": 0.784, "h100": 0.71, "h200": 0.71}
-# Fused attention's share of that peak: FlashAttention-2 reaches 50 to 73% on A100 (2307.08691, abstract); cuDNN's and
-# FlashAttention-3's kernels 400 to 640 TFLOP/s on H100 for causal attention at head dimension 128 (2407.08608, figure 5).
-ATTENTION_SHARE = {"a100": 0.6, "h100": 0.455, "h200": 0.455}
+# The share of the dense peak that a product's arithmetic reaches with all GPUs at work (power limits lower the clocks);
+# writing its result comes on top of that, at the HBM's whole bandwidth. In tilelang's table of 8192 x K x 8192 on an H800
+# (benchmark/matmul_fp8) times are linear in K from 256 to 16,384, and at K = 0 that of writing the result. mamf-finder's
+# best products (stas00/ml-engineering) reach 0.80 of the peak on H100s and 0.78 on B200s; in training there is less power.
+# `python -m benchmarks.published --fit` finds the H100's and Blackwell's again; matmuls of steps on an H200 take 0.97 to
+# 1.02 of what its share gives (docs/gpus.md). The A100's is what four rows of 2104.04473's tables 1 and 2 gave for products
+# of 8192 x 8192, writing included.
+MATMUL_SHARE = {"a100": 0.784, "h100": 0.714, "h200": 0.735, "blackwell": 0.534}
+# Fused attention's share of that peak, of heads of any size and sequences of any length; the number of keys of a query at
+# which a kernel reaches half of it; and what a score costs besides its products, as so many elements of a head (a head of
+# 64 has half as many FLOPs for the same exponentials, 2407.08608 section 3.1). The A100's fit 2307.08691's figure 4 within
+# 2%, forward and backward, heads of 64 and 128, 512 to 16,384 tokens; Hopper's fit cuDNN's kernels on an H200 within 6%,
+# 1,024 to 8,192 tokens (docs/gpus.md). No kernels of others were fitted.
+ATTENTION_SHARE = {"a100": 0.70, "h100": 0.638, "h200": 0.638, "blackwell": 0.638}
+ATTENTION_KEYS = {"a100": 247.0, "h100": 522.0, "h200": 522.0, "blackwell": 522.0}
+ATTENTION_SCORE = {"a100": 16.0, "h100": 36.0, "h200": 36.0, "blackwell": 36.0}
+# Standard deviation of a GPU's step time, relative to it: each step waits for the slowest GPU (`waiting`). Of runs that
+# differ in the number of replicas only, fitted to the differences (`--fit`), on H100s. The A100's share of the peak is of
+# runs on 384 to 3,072 GPUs and has it in it.
+JITTER = {"a100": 0.0, "h100": 0.0211, "h200": 0.0211, "blackwell": 0.0211}
 # A backward is five matmuls to the forward's two (2307.08691 section 3.1); two kernels, tokamax's or those of
 # megajax/ops/flash_attention.py, compute seven.
 FUSED_BACKWARD, TOKAMAX_BACKWARD = 2.5, 3.5
 # Of the HBM's bandwidth, what kernels other than matmuls reach. Large copies reach 0.9, and elementwise kernels of steps on
-# an H200 reached 0.43 to 0.73 (docs/gpus.md). Of the shares between, this one predicts published throughputs best, of all
-# sources; with 0.72 to 0.85 their mean error grows by 0.6 points at most.
-MEMORY_SHARE = 0.75
+# an H200 reached 0.43 to 0.73 (docs/gpus.md), 0.585 in all, which is 21 GB/s of a multiprocessor; A100s and H100s need less
+# than that for 0.75, Blackwell more.
+MEMORY_SHARE = {"a100": 0.75, "h100": 0.75, "h200": 0.585, "blackwell": 0.585}
 # Of NVLink's one-way rate, what NCCL's large collectives reach: nccl-tests on DGX A100, about 230 of 300 GB/s. Of a network
 # adapter's, what one point-to-point stream reaches: NCCL's send and receive over HDR, about 20 of 25 GB/s.
 NVLINK_SHARE, STREAM_SHARE = 0.77, 0.8
@@ -45,8 +57,11 @@ class Rates:
     """What kernels reach on a GPU.
 
     Attributes:
-      matmul, attention: FLOP/s, of matmuls in 8 bits twice as many. Attention's are of the scores that are computed.
-      matmuls: measured rates by size (`measured.rate_at`), in place of `matmul`.
+      matmul, attention: FLOP/s, of matmuls in 8 bits twice as many. Attention's are of the scores that are computed, of
+        large heads and many keys.
+      bandwidth: bytes/s of HBM at which a product writes its result.
+      attention_keys, attention_score: see ATTENTION_KEYS.
+      matmuls: measured rates by size (`measured.rate_at`), in place of `matmul` and `bandwidth`.
       attention_backward: measured FLOP/s of attention's backward; None: those of its forward.
       memory: bytes/s of HBM.
       host, network: bytes/s that a GPU sends to its host's other GPUs, and to other hosts.
@@ -78,17 +93,27 @@ class Rates:
     ragged_part: float = 1.0
     gap: float = 2e-6
     synchronisation: float = 25e-6
+    bandwidth: float = math.inf
+    attention_keys: float = 0.0
+    attention_score: float = 0.0
     matmuls: tuple[tuple[float, float], ...] = ()
     attention_backward: float | None = None
     links: Mapping[str, tuple[Link | None, Link | None]] = dataclasses.field(default_factory=dict)
 
-    def matmul_rate(self, flops: float) -> float:
-        """FLOP/s of a product of this size."""
-        return rate_at(self.matmuls, flops) if self.matmuls else self.matmul
+    def product(self, flops: float, written: float, moved: float, faster: float = 1) -> float:
+        """Seconds of a product: its arithmetic, at `faster` times the rate of 16 bits, and writing `written` bytes.
 
-    def attention_rate(self, backward: bool) -> float:
-        """FLOP/s of attention's forward or backward."""
-        return self.attention_backward if backward and self.attention_backward else self.attention
+        It takes no less than all of its traffic, `moved` bytes with those written. Measured rates have the writing in them.
+        """
+        if self.matmuls:
+            return max(flops / rate_at(self.matmuls, flops) / faster, moved / self.memory)
+        return max(flops / self.matmul / faster + written / self.bandwidth, moved / self.memory)
+
+    def attention_rate(self, backward: bool, keys: float = math.inf, width: float = math.inf) -> float:
+        """FLOP/s of attention's forward or backward, of queries that see so many keys on average and heads so wide."""
+        if self.attention_backward and backward:
+            return self.attention_backward
+        return self.attention / (1 + self.attention_keys / keys) / (1 + self.attention_score / width)
 
     def collective(self, kind: str, sent: float, group: int, here: int) -> float:
         """Seconds of one of XLA's kinds of collectives, in which each device of a group sends `sent` bytes in a ring.
@@ -126,6 +151,11 @@ class Rates:
         return max(inside, outside) + start + group * RAGGED_PEER * ragged
 
 
+def waiting(gpu: Gpu, devices: int) -> float:
+    """What waiting for the slowest of so many GPUs takes, relative to a GPU's mean: the expected largest of normal times."""
+    return JITTER[gpu.family] * math.sqrt(2 * math.log(devices))
+
+
 def rates_of(gpu: Gpu, precision: str) -> Rates:
     """The rates of a GPU in "bf16", "fp16" or "fp32": shares of its peaks, and `network_share` of its cluster's network.
 
@@ -139,7 +169,10 @@ def rates_of(gpu: Gpu, precision: str) -> Rates:
     published = Rates(
         matmul=MATMUL_SHARE[gpu.family] * peak,
         attention=ATTENTION_SHARE[gpu.family] * peak,
-        memory=MEMORY_SHARE * gpu.memory_bandwidth,
+        bandwidth=math.inf if gpu.family == "a100" else gpu.memory_bandwidth,
+        attention_keys=ATTENTION_KEYS[gpu.family],
+        attention_score=ATTENTION_SCORE[gpu.family],
+        memory=MEMORY_SHARE[gpu.family] * gpu.memory_bandwidth,
         host=NVLINK_SHARE * gpu.host_bandwidth,
         network=gpu.network_share * gpu.network_bandwidth,
         host_size=gpu.host_size,
@@ -161,8 +194,12 @@ def _with_measured(rates: Rates, measured: Measured, precision: str) -> Rates:
     )
     if measured.precision != precision:
         return rates
-    forward, backward = measured.attention or (rates.attention, None)
-    return dataclasses.replace(rates, matmuls=measured.matmuls, attention=forward, attention_backward=backward)
+    rates = dataclasses.replace(rates, matmuls=measured.matmuls)
+    if measured.attention is None:
+        return rates
+    forward, backward = measured.attention
+    flat = {"attention_keys": 0.0, "attention_score": 0.0}
+    return dataclasses.replace(rates, attention=forward, attention_backward=backward, **flat)
 
 
 def spread(parallel: ParallelConfig, axis: str) -> int:

@@ -222,12 +222,13 @@ class _Reader:
             return None
         attention = self.rates.attention_part if kernel.part is None else kernel.part
         flops = kernel.flops * {"attention": attention, "experts": self.rates.routed_part}.get(kernel.kind, 1)
-        if kernel.kind == "attention":
-            rate = self.rates.attention_rate(kernel.backward)
-        else:
-            rate = self.rates.matmul_rate(flops) * (2 if kernel.fp8 else 1)
         part = Account()
-        part.seconds[kernel.kind] = max(flops / rate, kernel.bytes / self.rates.memory)
+        if kernel.kind == "attention":
+            rate = self.rates.attention_rate(kernel.backward, attention * kernel.keys, kernel.width)
+            part.seconds[kernel.kind] = max(flops / rate, kernel.bytes / self.rates.memory)
+        else:
+            written = kernel.written if flops else 0
+            part.seconds[kernel.kind] = self.rates.product(flops, written, kernel.bytes, 2 if kernel.fp8 else 1)
         part.seconds[GAPS] = self.rates.gap
         part.read[kernel.kind], part.written[kernel.kind] = kernel.read, kernel.written
         part.flops[kernel.kind], part.kernels[kernel.kind] = flops, 1

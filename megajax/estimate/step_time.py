@@ -1,7 +1,7 @@
 """Time of a step of megajax's own program, part by part, from its kernels and collectives (`program_time.py`).
 
 It follows from the run, the model's costs, the GPU (`gpus.py`) and the rates of `rates.py`. What is left out: loading data,
-stragglers, contention between communication and compute.
+hosts that are always slow, contention between communication and compute.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import dataclasses
 from megajax.config import RunConfig
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.program_time import Program
+from megajax.estimate.rates import waiting
 from megajax.schedules.simulate import Costs
 
 
@@ -30,6 +31,7 @@ class StepTime:
       gaps: between kernels, which take time to launch.
       waits: for the host, which reads conditions that are known at run time only.
       expert: exposed communication within the groups of replicas that split experts.
+      slowest: waiting for the slowest GPU, whose times vary; a compiled program's account does not have it.
     """
 
     blocks: float
@@ -45,6 +47,7 @@ class StepTime:
     gaps: float
     waits: float
     expert: float
+    slowest: float = 0.0
 
     @property
     def total(self) -> float:
@@ -63,7 +66,7 @@ def step_time(run: RunConfig, gpu: Gpu) -> StepTime:
     """
     program = Program(run, gpu)
     ticks, once, whole = program.ticks, program.once, program.parts
-    return StepTime(
+    found = StepTime(
         blocks=program.blocks.compute + ticks.compute,
         head=program.ends.compute,
         tensor=whole.tensor,
@@ -78,6 +81,7 @@ def step_time(run: RunConfig, gpu: Gpu) -> StepTime:
         waits=whole.waits,
         expert=whole.expert,
     )
+    return dataclasses.replace(found, slowest=found.total * waiting(gpu, run.parallel.devices))
 
 
 def chunk_costs(run: RunConfig, gpu: Gpu) -> Costs:

@@ -35,7 +35,8 @@ def update_work(program: Kernels, state: int) -> Work:
     moved = state * each + held * more + sum(one.traffic for one in found) * item / 2
     seconds, tensor, data = 0.0, 0.0, 0.0
     for one in found:
-        seconds += one.flops / program.rates.matmul_rate(2 * one.rows**2 * one.columns)
+        product = 2 * one.rows**2 * one.columns
+        seconds += one.flops / product * program.rates.product(product, item * one.rows**2, 0.0)
         element = item * one.rows * one.columns
         if one.replicas > 1:
             part = (one.whole + one.split / one.tensor) * element / one.replicas

@@ -32,6 +32,7 @@ from megajax.estimate.memory import (
 from megajax.estimate.program_blocks import Blocks
 from megajax.estimate.program_kernels import Work
 from megajax.estimate.program_time import CAST, NORM, Program
+from megajax.estimate.rates import waiting
 from megajax.estimate.trained import trained_parameters
 from megajax.estimate.update_time import update_bytes
 from megajax.pipeline.program import StepProgram
@@ -59,6 +60,7 @@ class Bounds:
 
     def __init__(self, gpu: Gpu, gpus: int):
         self.gpu, self.gpus = gpu, gpus
+        self._step = EXACT * (1 + waiting(gpu, gpus))
         self._known: dict[Hashable, Any] = {}
 
     def seconds(self, run: RunConfig) -> float:
@@ -70,7 +72,7 @@ class Bounds:
             sum(count * min(one.forward + one.backward, one.merged) for count, one in zip(layers, kinds, strict=True))
             for kinds in (self._blocks(run, splits) for splits in (False, True))
         )
-        return EXACT * (run.microbatches * (passes + self._ends(run)) + self._once(run))
+        return self._step * (run.microbatches * (passes + self._ends(run)) + self._once(run))
 
     def scheduled_seconds(self, run: RunConfig) -> float | None:
         """Of a step of the run, whose layout is known but for the placement of its vocabulary; None: it is not legal."""
@@ -90,7 +92,7 @@ class Bounds:
         if parallel.pipe > 1 and spec.bubble and len(kinds) == 1:
             forward, whole, part = (layers[0] * value for value in kinds[0][:3])
             bubble = program.bubble(Costs(forward, whole, part, whole - part), lockstep=True)
-        return EXACT * (blocks + bubble + run.microbatches * self._ends(run) + self._once(run))
+        return self._step * (blocks + bubble + run.microbatches * self._ends(run) + self._once(run))
 
     def memory(self, run: RunConfig) -> float:
         """Bytes of the fullest GPU, whatever the schedule and the chunks are."""

@@ -1,13 +1,14 @@
 """The planner's best rows, compiled for their GPU and ranked by the compiled programs: `megajax plan --compile COUNT`.
 
 Each is compiled as the dry run compiles it, which takes a minute or more on two cores and needs no GPU, and its time is the
-account of its kernels with the bubble that the time model predicts.
+account of its kernels with the bubble and the waiting for the slowest GPU that the time model predicts.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
 from megajax.estimate.program_account import account_of
+from megajax.estimate.rates import waiting
 from megajax.pipeline.program import StepProgram
 from megajax.plan.compiler import CompilerError, compile_for
 from megajax.plan.search import Candidate, usable_bytes
@@ -21,7 +22,7 @@ class Compiled:
 
     Attributes:
       place: of its row among the predicted ones, from 1.
-      seconds: of a step, with the bubble; None if it was not compiled.
+      seconds: of a step, as above; None if it was not compiled.
       peak: bytes of the fullest GPU.
       problem: why it was not compiled; "".
     """
@@ -55,7 +56,7 @@ def compile_rows(
             found.append(Compiled(place, one, problem=str(error)))
             continue
         account = account_of(one.run, gpu, result["hlo"]).account
-        seconds = account.total * (1 + bubble_share(one))
+        seconds = account.total * (1 + bubble_share(one)) * (1 + waiting(gpu, one.run.parallel.devices))
         found.append(Compiled(place, one, seconds, result["memory"]["peak"]))
     return found
 
@@ -63,7 +64,7 @@ def compile_rows(
 def bubble_share(one: Candidate) -> float:
     """The predicted bubble relative to the rest of the step; 0 where the program computes in it."""
     inside = StepProgram.of(one.run).computes_bubbles
-    return 0.0 if inside else one.time.bubble / (one.time.total - one.time.bubble)
+    return 0.0 if inside else one.time.bubble / (one.time.total - one.time.slowest - one.time.bubble)
 
 
 def ranked(found: Sequence[Compiled]) -> list[Compiled]:

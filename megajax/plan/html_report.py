@@ -20,7 +20,7 @@ from megajax.schedules.timeline import NAMES, SHADES
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart, and greys.
 COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#cc79a7", "#8c8c8c", "#555555", "#b9a3e3")
-COLOURS += ("#7b4f9d", "#8c510a", "#66c2a4")
+COLOURS += ("#7b4f9d", "#8c510a", "#66c2a4", "#bdbdbd")
 PAGE = string.Template(pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 WIDTH, ROW = 1000, 14  # of the timeline, and of a rank's row in it
 MOST_BOXES = 12_000  # of a timeline; of schedules with more operations fewer microbatches are shown

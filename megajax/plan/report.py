@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megajax.estimate import model_costs
-from megajax.estimate.error_bars import PAIRS, bar_of, comparison_bar
+from megajax.estimate.error_bars import PAIRS, ErrorBar, bar_of, comparison_bar
 from megajax.plan.best import Found, on_mesh
 from megajax.plan.cluster import Cluster
 from megajax.plan.compiled import Compiled
@@ -169,13 +169,21 @@ def shown_parameters(model: Any) -> str:
 
 def accuracy(best: Candidate) -> str:
     """How far comparisons and predictions are off, by compiled programs and by published runs."""
-    bar, pairs = bar_of(best.run.parallel), ", ".join(f"{kind} {bar:.1%}" for kind, bar in PAIRS.items())
+    pairs = ", ".join(f"{kind} {bar:.1%}" for kind, bar in PAIRS.items())
+    whose, bar = error_bar_of(best)
     tight = f"!: less than {MEMORY_MARGIN:.0%} of the usable memory is free, and predictions were off by as much.\n"
     return (tight if best.question.memory_margin < MEMORY_MARGIN else "") + (
         f"=: within {comparison_bar():.1%} of the fastest, or of one that differs in {pairs}, which is what comparisons of "
         "compiled programs were off by (megajax bench standing-questions).\n"
-        f"Predicted times of published runs were off by {bar.total:.0%} (megajax validate)."
+        f"Published steps that nothing was fitted to ({whose}: {bar.rows} of {bar.sources} sources) took {bar.bias:+.0%} on "
+        f"average, one standard deviation -{bar.faster:.0%} to +{bar.slower:.0%}, of the predicted time (megajax validate)."
     )
+
+
+def error_bar_of(one: Candidate) -> tuple[str, ErrorBar]:
+    """(whose it is, the error bar) of a layout's predicted time."""
+    experts = model_costs(one.run.model).experts is not None
+    return bar_of(one.question.gpu.family, one.run.parallel, experts)
 
 
 def answer(found: Answer, compiled: Sequence[Compiled] = ()) -> dict[str, Any]:
@@ -217,7 +225,7 @@ def _layout(one: Candidate, found: Answer) -> dict[str, Any]:
         "tokens_per_second": one.tokens_per_second,
         "seconds_by_part": dataclasses.asdict(one.time),
         "error_bar": {
-            "total": bar_of(one.run.parallel).total,
+            **dataclasses.asdict(error_bar_of(one)[1]),
             "comparison": comparison_bar(one.run.parallel, found.fitting[0].run.parallel),
         },
         "tie_of_fastest": is_tie(one, found.fitting[0]),

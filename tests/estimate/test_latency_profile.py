@@ -35,10 +35,15 @@ def run_of(model: str, precision: str = "bf16", **parallel) -> RunConfig:
 
 
 def test_matmuls_in_place_take_the_mean_of_a_blocks():
-    """GPT-3 175B, h = 12288, on eight tensor ranks: 12 h^2 / 8 weights in four matmuls, 2,048 tokens, 70% of 989 TFLOP/s."""
+    """GPT-3 175B, h = 12288, on eight tensor ranks: 12 h^2 / 8 weights in four matmuls, 2,048 tokens, 71% of 989 TFLOP/s.
+
+    And their results, (3 + 4) h / 8 and twice h elements of a token, written at 3.35 TB/s.
+    """
     found = times(profile(run_of("gpt3-175b")))
     flops = 2 * 2048 * 12 * 12288**2 / 8 / 4
-    assert found["dynamic_slice_fusion"] == pytest.approx(1e6 * flops / 700e12, rel=0.02)
+    written = 2 * 2048 * (7 / 8 + 2) * 12288 / 4
+    seconds = flops / (0.714 * 989.4e12) + written / 3.352e12
+    assert found["dynamic_slice_fusion"] == pytest.approx(1e6 * seconds, rel=0.001)
     assert found["dynamic_slice_fusion.215"] == found["dynamic_slice_fusion"]
     twice = times(profile(run_of("gpt3-175b", microbatch_size=2)))
     assert twice["dynamic_slice_fusion"] == pytest.approx(2 * found["dynamic_slice_fusion"], rel=0.05)

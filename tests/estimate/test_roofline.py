@@ -282,9 +282,11 @@ def test_an_all_to_all_takes_each_device_s_own_adapter_to_other_hosts():
 
 
 def test_rates_of_an_h100():
-    """The figures that published H100 runs support: 700 TFLOP/s of matmul, 450 of causal attention."""
+    """What an H200's kernels reached: 450 TFLOP/s of causal attention with 8,192 tokens, 200 with 1,024 and heads of 64."""
     rates = rates_of(find_gpu("h100-80gb"), "bf16")
-    assert rates.matmul == pytest.approx(700e12, rel=0.01) and rates.attention == pytest.approx(450e12, rel=0.01)
+    assert rates.matmul == pytest.approx(706e12, rel=0.01)
+    assert rates.attention_rate(True, 4096, 128) == pytest.approx(450e12, rel=0.04)
+    assert rates.attention_rate(True, 512, 64) == pytest.approx(200e12, rel=0.01)
     assert rates.memory == pytest.approx(0.75 * 3.35e12, rel=0.01)
 
 

@@ -1,19 +1,20 @@
 """The time model against the schedules' simulation, and numbers worked by hand."""
 
 import dataclasses
+import math
 
 import pytest
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.measured import Link
-from megajax.estimate.rates import Rates, rates_of, spread
+from megajax.estimate.rates import JITTER, Rates, rates_of, spread
 from megajax.estimate.step_time import step_time
 from megajax.pipeline.program import StepProgram
 from megajax.schedules.registry import SPECS, find, make_schedule
 from megajax.schedules.simulate import Costs, simulate_event, simulate_lockstep
 
-A100 = find_gpu("a100-80gb")
+A100, H100 = find_gpu("a100-80gb"), find_gpu("h100-80gb")
 
 
 def bubble_of(name, pipe, microbatches, chunks, costs, lockstep):
@@ -79,6 +80,31 @@ def test_links_by_hand():
     assert rates.collective("collective-permute", 1e9, 2, 2) == pytest.approx(1e9 / (0.77 * 300e9) + 8.4e-6 + 3.4e-6)
 
 
+def test_a_product_writes_its_result_after_its_arithmetic():
+    """By hand: 1e9 FLOPs at 1e9 a second, twice as fast in 8 bits, and 2e6 bytes at 1e6; no less than all of the traffic."""
+    rates = Rates(matmul=1e9, attention=1.0, memory=1e6, host=1.0, network=1.0, host_size=8, bandwidth=1e6)
+    assert rates.product(1e9, 2e6, 2e6) == 3 and rates.product(1e9, 2e6, 2e6, faster=2) == 2.5
+    assert rates.product(1e9, 2e6, 5e6) == 5
+    assert dataclasses.replace(rates, matmuls=((1.0, 5e8),)).product(1e9, 2e6, 1e6) == 2  # as measured, whole
+
+
+def test_attention_is_slower_for_few_keys_and_small_heads():
+    rates = Rates(1.0, 8.0, 1.0, 1.0, 1.0, 8, attention_keys=500, attention_score=64)
+    assert rates.attention_rate(False) == 8 and rates.attention_rate(True, 500, 64) == 2
+    measured = dataclasses.replace(rates, attention_backward=3.0)
+    assert measured.attention_rate(True, 500, 64) == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "teraflops"),
+    [(512, 64, 88), (2048, 64, 140), (16384, 64, 171), (512, 128, 99), (2048, 128, 155), (16384, 128, 189)],
+)
+def test_an_a100s_attention_is_that_of_2307_08691(tokens, width, teraflops):
+    """Figure 4: causal, forward and backward, of the scores that are computed."""
+    found = rates_of(A100, "bf16").attention_rate(True, tokens / 2, width)
+    assert found == pytest.approx(teraflops * 1e12, rel=0.02)
+
+
 def test_measured_links_replace_the_formulas():
     rates = Rates(1.0, 1.0, 1.0, 1e9, 1e8, 8, links={"all-gather": (Link(1e-5, 2e9), Link(1e-4, 1e9))})
     assert rates.collective("all-gather", 7e6, 8, 8) == pytest.approx(1e-5 + 7e6 / 2e9)
@@ -100,9 +126,11 @@ def test_the_parts_sum_to_the_step_time_and_zero_1_moves_less_than_it_updates():
         preset("gpt3-13b"), ParallelConfig(data=8, pipe=2, tensor=4, chunks=2), TrainConfig(global_batch_size=64)
     )
     sharded = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, zero=1))
-    plain, split = (step_time(one, A100) for one in (run, sharded))
+    plain, split = (step_time(one, H100) for one in (run, sharded))
     parts = ("blocks", "head", "tensor", "bubble", "sends", "data", "optimizer", "ends", "gaps", "waits")
-    assert plain.total == pytest.approx(sum(getattr(plain, part) for part in parts))
+    own = sum(getattr(plain, part) for part in parts)
+    assert plain.total == pytest.approx(own + plain.slowest)
+    assert plain.slowest == pytest.approx(JITTER["h100"] * math.sqrt(2 * math.log(64)) * own)
     # eight replicas share the cast, the norm and AdamW, and each sets its sums and its stash to zero
     assert plain.optimizer / 8 < split.optimizer < plain.optimizer / 2
     assert split.data < plain.data

@@ -4,7 +4,7 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.estimate.gpus import GPUS, find_gpu, published_peak
-from megajax.estimate.rates import rates_of
+from megajax.estimate.rates import MATMUL_SHARE, rates_of
 from megajax.plan import dryrun
 from megajax.plan.cluster import Cluster, load_cluster
 
@@ -80,11 +80,12 @@ def test_a_gpu_of_ones_own(tmp_path):
     gpu, base = cluster.gpu, find_gpu("h100-80gb")
     assert (gpu.name, gpu.peak("bf16"), gpu.peak("fp32"), gpu.memory) == ("ours", 800e12, 400e12, 96e9)
     assert (cluster.watts, gpu.network_bandwidth, gpu.cores, gpu.family) == (600, 12.5e9, base.cores, "h100")
-    assert rates_of(gpu, "bf16").matmul == pytest.approx(0.71 * 800e12)
+    assert rates_of(gpu, "bf16").matmul == pytest.approx(MATMUL_SHARE["h100"] * 800e12)
     assert rates_of(gpu, "bf16").memory == pytest.approx(0.75 * 3000e9)
     own = load_cluster(written(tmp_path, text + "efficiency = [[1e12, 0.7], [1e10, 0.3]]")).gpu
     rates = rates_of(own, "bf16")
-    assert [rates.matmul_rate(size) for size in (1e9, 1e11, 1e13)] == pytest.approx([240e12, 400e12, 560e12])
+    seconds = [rates.product(size, 1e6, 1e6) for size in (1e9, 1e11, 1e13)]
+    assert seconds == pytest.approx([1e9 / 240e12, 1e11 / 400e12, 1e13 / 560e12])
 
 
 @pytest.mark.parametrize(
