@@ -182,14 +182,16 @@ class Blocks(ExpertKernels):
         tokens, heads = self.model.sequence_length, parallel.microbatch_size * attention.heads / parallel.tensor
         queries = tokens // parallel.context
         if is_fused(parallel):
-            flops = 4 * heads * attention.pairs(tokens) * attention.head_size / parallel.context
+            flops = 4 * heads * attention.pairs(tokens) * attention.width / parallel.context
             factor = TOKAMAX_BACKWARD if parallel.attention == "tokamax" else FUSED_BACKWARD
             forward = Work(attention=flops / self.rates.attention_rate(False), gaps=self.rates.gap)
             backward = Work(attention=factor * flops / self.rates.attention_rate(True), gaps=self.rates.gap)
             return forward, backward, Work()
         scores = heads * queries * tokens
         moved = 4 * scores * self.item  # for the maximum, for the sum, and the softmax's reads and writes
-        flops = 2 * scores * attention.head_size
+        flops = scores * (
+            attention.head_size + (attention.value_size or attention.head_size)
+        )  # of a product on average
         product = max(flops / self.rates.matmul_rate(flops), scores * self.item / self.rates.memory)
         passes = self.traffic(moved + (scores * (2 * self.item + 1) if self._drops else 0), 4)
         forward = Work(matmul=2 * product, gaps=2 * self.rates.gap) + passes
@@ -283,7 +285,7 @@ class Blocks(ExpertKernels):
             work += self.traffic(PART_PASSES * times * values, RING_MATMUL + PART_KERNELS * sends)
         heads, steps = self.model.attention, self.parallel.context - 1
         if heads is not None and steps:
-            queries = self.rows * heads.heads * heads.head_size / self.parallel.tensor * self.item
+            queries = self.rows * heads.heads * heads.width / self.parallel.tensor * self.item
             work += self.traffic(steps * RING_PASSES[backward] * queries, steps * RING_KERNELS[backward])
         if self._pairs and self.split > 1 and self.parallel.microbatch_size > 1:
             # the sequence is gathered and scattered as the outer axis, and matmuls take samples as the outer one
