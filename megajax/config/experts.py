@@ -49,6 +49,11 @@ def check_experts(model) -> None:
             f"experts = {model.experts} cannot be cut into router_groups = {model.router_groups} of two or more: pass "
             f"{one_of('router_groups', legal, model.router_groups)}."
         )
+    if model.router_groups > 1 and model.router_group_best > size:
+        raise ConfigError(
+            f"router_group_best = {model.router_group_best} is above the {size} experts of a group: pass "
+            f"--router-group-best {size} or fewer."
+        )
     if choices > model.router_groups or choices * size < model.experts_per_token:
         raise ConfigError(
             f"router_group_choices = {choices} of {model.router_groups} groups of {size} experts must have the "

@@ -8,6 +8,7 @@ from typing import ClassVar
 from megajax.config.errors import ConfigError, divisors, multiples, one_of
 from megajax.config.experts import ONLY_WITH_EXPERTS, check_experts, expert_parameters
 from megajax.config.fields import check_fields, setting
+from megajax.config.latent import check_latent, latent_parameters
 from megajax.config.layer_kinds import DENSE, check_layer_kinds, model_kinds
 from megajax.config.layer_pattern import NO_PATTERN, check_layer_pattern, variants
 from megajax.config.lora import check_lora, lora_parameters
@@ -119,7 +120,8 @@ class ModelConfig:
     router_groups: int = setting(
         1, "groups of experts, of which a token's are in router_group_choices only (DeepSeek-V3)"
     )
-    router_group_choices: int = setting(1, "groups that a token's experts are in, those with the two best experts")
+    router_group_choices: int = setting(1, "groups that a token's experts are in, those with the best experts")
+    router_group_best: int = setting(2, "experts of a group whose scores' sum ranks it (1: DeepSeek-V2)")
     router_scale: float = setting(1.0, "factor on the weights of a token's experts")
     router_softmax: str = setting(
         "before",
@@ -148,6 +150,16 @@ class ModelConfig:
     )
     sliding_window: int | None = setting(
         None, "latest tokens that a token attends to, itself included", shown_default="all before it"
+    )
+    kv_latent: int = setting(
+        0, "elements of the latent that keys and values are computed from (latent attention); 0: there is none", low=0
+    )
+    query_latent: int = setting(0, "with kv_latent: likewise for queries; 0: they are computed from the input", low=0)
+    rotary_head_size: int | None = setting(
+        None, "with kv_latent: the last elements of a query that are rotated, and of a key, which heads share"
+    )
+    value_head_size: int | None = setting(
+        None, "with kv_latent: elements of a head's values", shown_default="head_size"
     )
     attention_scale: float | None = setting(None, "factor on queries times keys", shown_default="1 / sqrt(head_size)")
     attention_softcap: float | None = setting(
@@ -185,9 +197,19 @@ class ModelConfig:
         return self.hidden // self.heads if self.head_size is None else self.head_size
 
     @property
+    def value_dimension(self) -> int:
+        """Elements of one head of the values."""
+        return self.value_head_size or self.head_dimension
+
+    @property
+    def attention_width(self) -> int:
+        """Elements of a head as fused kernels have it: that of queries and keys, or of values if it is larger."""
+        return max(self.head_dimension, self.value_dimension)
+
+    @property
     def rotated_dimension(self) -> int:
         """Elements of a head that rotary positions rotate, the first ones; rounded down, as in transformers."""
-        return int(self.head_dimension * self.rotary_fraction)
+        return self.rotary_head_size or int(self.head_dimension * self.rotary_fraction)
 
     @property
     def has_qkv_biases(self) -> bool:
@@ -264,6 +286,7 @@ class ModelConfig:
         attention = (self.hidden + int(self.has_qkv_biases)) * query_key_value
         attention += (self.heads * size + int(self.has_output_biases)) * self.hidden + self.query_key_norm_parameters
         attention += self.heads * int(self.attention_sinks)
+        attention = sum(latent_parameters(self)) if self.kv_latent else attention
         into_mlp = 2 if self.is_gated else 1
         dense, width = self._dense_layers if self.experts else self.layers, self.of_kind(DENSE).feedforward_size
         mlp = dense * (into_mlp * (self.hidden + bias) * width + (width + bias) * self.hidden)
@@ -318,6 +341,7 @@ class ModelConfig:
                 f"kv_heads = {self.key_value_heads} does not divide heads = {self.heads}: "
                 f"pass {one_of('kv_heads', divisors(self.heads), self.key_value_heads)}."
             )
+        check_latent(self)
         check_rotary(self)
         check_experts(self)
         check_layer_kinds(self)

@@ -3,6 +3,7 @@
 As `released.py`: values of config.json, but for the length, which is that of the pretraining.
 """
 
+import math
 from typing import Any
 
 __all__ = ["RELEASED_OTHERS"]
@@ -64,6 +65,21 @@ def _gemma3(layers: int, hidden: int, heads: int, kv_heads: int, feedforward: in
     words = ("local.rotary_base=10000", f"local.sliding_window={window}")
     more |= {"rotary_base": 1e6, "kind_fields": words, "sequence_length": 32768}
     return _gemma(layers, hidden, heads, kv_heads, feedforward, 262144, **more)
+
+
+def _deepseek(layers: int, hidden: int, heads: int, experts: int, feedforward: int, factor: float, **more: Any) -> dict:
+    """Latent attention; yarn's mscale, which is mscale_all_dim in all of them, is 1 unless `more` says otherwise."""
+    growth = 0.1 * more.pop("mscale", 1.0) * math.log(factor) + 1
+    latent = {"head_size": 192, "kv_latent": 512, "rotary_head_size": 64, "value_head_size": 128}
+    yarn = {"rotary_scaling": "yarn", "rotary_factor": factor, "rotary_original_length": 4096}
+    yarn |= {
+        "rotary_attention_factor": 1.0,
+        "rotary_pairs": "neighbours",
+        "attention_scale": 192**-0.5 * growth * growth,
+    }
+    more = {"query_latent": 1536, "router_scores": "sigmoid", "balance_bias_rate": 0.001, "dense_layers": 1, **more}
+    more |= {"experts": experts, "sequence_length": 4096, "norm_epsilon": 1e-6}
+    return _model(layers, hidden, heads, heads, feedforward, **latent | yarn | more)
 
 
 RELEASED_OTHERS: dict[str, dict[str, Any]] = {
@@ -206,6 +222,58 @@ RELEASED_OTHERS: dict[str, dict[str, Any]] = {
         dense_layers=1,
         dense_feedforward=10944,
         balance_bias_rate=0.001,
+    ),
+    # DeepSeek-V2-Lite, 2405.04434 appendix B; DeepSeek-V3, 2412.19437 section 4.2, without multi-token prediction; Kimi K2,
+    # 2507.20534. All were pretrained with 4,096 tokens, before yarn.
+    "deepseek-v2-lite": _deepseek(
+        27,
+        2048,
+        16,
+        64,
+        1408,
+        40.0,
+        mscale=0.707,
+        vocabulary=102400,
+        query_latent=0,
+        experts_per_token=6,
+        shared_feedforward=2816,
+        dense_feedforward=10944,
+        router_scores="softmax",
+        router_normalize=False,
+        balance_bias_rate=0.0,
+        balance_loss=0.001,
+    ),
+    "deepseek-v3": _deepseek(
+        61,
+        7168,
+        128,
+        256,
+        2048,
+        40.0,
+        vocabulary=129280,
+        experts_per_token=8,
+        shared_feedforward=2048,
+        dense_layers=3,
+        dense_feedforward=18432,
+        router_groups=8,
+        router_group_choices=4,
+        router_scale=2.5,
+        balance_loss=0.0001,
+    ),
+    "kimi-k2": _deepseek(
+        61,
+        7168,
+        64,
+        384,
+        2048,
+        32.0,
+        vocabulary=163840,
+        experts_per_token=8,
+        shared_feedforward=2048,
+        dense_feedforward=18432,
+        router_scale=2.827,
+        rotary_base=50000.0,
+        rotary_beta_fast=1.0,
     ),
     # gpt-oss, 2508.10925.
     "gpt-oss-20b": _model(24, 2880, 64, 8, 2880, 201088, **GPT_OSS, experts=32),

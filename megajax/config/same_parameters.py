@@ -51,6 +51,7 @@ def _parameters(model: ModelConfig) -> dict[str, Any]:
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": (model.heads, model.head_dimension, model.key_value_heads),
+        "latent": (model.kv_latent, model.query_latent, model.rotary_head_size, model.value_dimension),
         "feedforward": (model.feedforward_size, model.is_gated),
         "vocabulary": (model.vocabulary, model.tied_embeddings),
         "positions": model.sequence_length if model.positions == "learned" else None,

@@ -199,12 +199,17 @@ def block_sends(parallel: ParallelConfig, kind: ModelCosts) -> BlockSends:
     kept = none and "tensor_overlap" not in parallel.rings
     last = max(0, kind.matmul_pairs - 1 / parallel.recompute_blocks)
     whole, parts = [0, 0, dense, 0, 0, alone, 0, 0, several], [dense, dense, 0, alone, alone, 0, several, 0, several]
-    pairs = np.array(parts if split else whole)
+    pairs = np.array(parts if split else whole, float)
+    # of latents less than bsh is gathered, and their gradient scattered or summed
+    less = 1 - kind.attention.gathered / kind.hidden if kind.attention and kind.attention.gathered else 0.0
+    fewer = [less * np.array([split * (at == 0), split * (at == 1), at and not split, *[0] * 6]) for at in (0, 1)]
     router = split * several * np.array([0, 0, 0, 1, 0, 0, 0, 0, 0])
-    again = split * np.array([dense * (not kept), 0, 0, experts * (not none), 0, 0, several * (not none), 0, 0])
-    late = split * np.array([dense * (1 + full), 0, 0, experts * full, 0, 0, 0, 0, 0])
+    again = split * np.array(
+        [(dense - less) * (not kept), 0, 0, experts * (not none), 0, 0, several * (not none), 0, 0]
+    )
+    late = split * np.array([dense * (1 + full) - less * full, 0, 0, experts * full, 0, 0, 0, 0, 0])
     sums = full * last * np.array([0, split, not split, 0, 0, 0, 0, 0, 0])
-    return BlockSends(pairs + router, pairs, again, sums, late)
+    return BlockSends(pairs + router - fewer[0], pairs - fewer[1], again, sums, late)
 
 
 def _pipe(program: StepProgram) -> list[Sent]:
@@ -350,6 +355,6 @@ def context_sends(run: RunConfig) -> tuple[float, float]:
     model, parallel = model_costs(run.model), run.parallel
     if model.attention is None:
         return 0.0, 0.0
-    one = rows_of(model, parallel) * model.attention.groups * model.attention.head_size / parallel.tensor
+    one = rows_of(model, parallel) * model.attention.groups * model.attention.width / parallel.tensor
     ranks = parallel.context
     return 2 * (2 * (ranks - 1) + ranks) * run.microbatches * _of_blocks(run, lambda kind: 1), one

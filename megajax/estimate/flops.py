@@ -28,8 +28,9 @@ def forward_flops(model: ModelCosts) -> dict[str, int]:
     for layers, kind in model.layers_of_kinds:
         multiply_adds_per_layer = {one.name: tokens * one.inputs * one.outputs for one in kind.matmuls}
         if kind.attention:
-            product = tokens * tokens * kind.attention.heads * kind.attention.head_size
-            multiply_adds_per_layer |= {"attention_scores": product, "attention_values": product}
+            pairs, size = tokens * tokens * kind.attention.heads, kind.attention.head_size
+            values = pairs * (kind.attention.value_size or size)
+            multiply_adds_per_layer |= {"attention_scores": pairs * size, "attention_values": values}
         for name, count in multiply_adds_per_layer.items():
             flops[name] = flops.get(name, 0) + 2 * layers * count
     flops |= {one.name: 2 * tokens * one.inputs * one.outputs for one in model.head}

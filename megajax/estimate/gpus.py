@@ -196,7 +196,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
     )
     choice = choose_attention(
         run.parallel.attention,
-        head_size=attention.head_size,
+        head_size=attention.width,
         dropout=attention.dropout,
         window=attention.window,
         mask=mask_of(run.data.resets_attention, attention),

@@ -17,13 +17,13 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megajax.estimate.communication import GATHER, context_sends, exchanged_elements, replica_sends
+from megajax.estimate.attention_kernels import CONTEXT_MERGED, AttentionKernels
+from megajax.estimate.communication import GATHER, replica_sends
 from megajax.estimate.expert_kernels import EXPERTS_HIDDEN, SLICE, ExpertKernels
-from megajax.estimate.gpus import is_fused
 from megajax.estimate.memory import block_parameters, is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
 from megajax.estimate.merged_ticks import exposed_parts, has_latencies
 from megajax.estimate.program_kernels import Work
-from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, devices_here, in_a_host
+from megajax.estimate.rates import in_a_host
 from megajax.estimate.trained import trained_parameters
 
 __all__ = ["Blocks"]
@@ -50,12 +50,6 @@ ACCUMULATION = 10
 # fp8: bytes for each parameter of a block (the largest of each row, both layouts quantized, sums copied out and back),
 # passes over each matmul's input and output, and kernels of a matmul.
 FP8_WEIGHT, FP8_PASSES, FP8_KERNELS = 28, 7, 22
-# Ring attention: passes over the queries for each step of the ring, and kernels, of a forward and of a backward.
-RING_PASSES, RING_KERNELS = (8, 18), (8, 13)
-# Exchange of the sequence for heads: passes over each array that is exchanged, and kernels of a forward.
-EXCHANGE_PASSES, EXCHANGE_KERNELS = 2, 8
-# Of the exchanges of both passes merged, what is exposed.
-CONTEXT_MERGED = 0.5
 # Collective matmuls: passes over inputs and outputs, without the rank's own part; kernels for each other part, and of a pass
 # besides; of a ring's time what is exposed at least.
 PART_PASSES, PART_KERNELS, RING_MATMUL, RING_EXPOSED = 3, 2, 7, 0.15
@@ -83,7 +77,7 @@ class Product(NamedTuple):
         return 0.0 if self.experts else self.inputs * self.outputs
 
 
-class Blocks(ExpertKernels):
+class Blocks(ExpertKernels, AttentionKernels):
     """The blocks of a run's program: `forward`, `backward`, `input`, `weight` and `merged` are of one block.
 
     The layers of the run are of one kind (`kinds.layers_of_kinds`); `program` is that of all kinds.
@@ -146,7 +140,7 @@ class Blocks(ExpertKernels):
             itemsize=self.item,
             tensor=self.parallel.tensor,
             sequence_parallel=self.parallel.sequence_parallel,
-            dropout=self._drops,
+            dropout=self.drops,
         )
         return moved * (UNROLLED_TRAFFIC if self.program.unrolls else 1)
 
@@ -154,10 +148,6 @@ class Blocks(ExpertKernels):
     def _fused(self) -> float:
         """Kernels of a block, relative to those in a loop over blocks."""
         return UNROLLED_KERNELS if self.program.unrolls else 1.0
-
-    @property
-    def _drops(self) -> bool:
-        return self.model.attention is not None and self.model.attention.dropout > 0
 
     @functools.cached_property
     def _stash(self) -> float:
@@ -182,32 +172,6 @@ class Blocks(ExpertKernels):
         return kept_of_block(self.run, self.item)
 
     @functools.cached_property
-    def _attention(self) -> tuple[Work, Work, Work]:
-        """Attention's forward, its backward, and what the backward recomputes in modes short of full."""
-        attention, parallel = self.model.attention, self.parallel
-        if attention is None:
-            return Work(), Work(), Work()
-        tokens, heads = self.model.sequence_length, parallel.microbatch_size * attention.heads / parallel.tensor
-        queries = tokens // parallel.context
-        if is_fused(parallel):
-            flops = 4 * heads * attention.pairs(tokens) * attention.head_size / parallel.context
-            factor = TOKAMAX_BACKWARD if parallel.attention == "tokamax" else FUSED_BACKWARD
-            keys = attention.pairs(tokens) / tokens
-            rates = [self.rates.attention_rate(backward, keys, attention.head_size) for backward in (False, True)]
-            forward = Work(attention=flops / rates[0], gaps=self.rates.gap)
-            backward = Work(attention=factor * flops / rates[1], gaps=self.rates.gap)
-            return forward, backward, Work()
-        scores = heads * queries * tokens
-        moved = 4 * scores * self.item  # for the maximum, for the sum, and the softmax's reads and writes
-        written = scores * self.item
-        product = self.rates.product(2 * scores * attention.head_size, written, written)
-        passes = self.traffic(moved + (scores * (2 * self.item + 1) if self._drops else 0), 4)
-        forward = Work(matmul=2 * product, gaps=2 * self.rates.gap) + passes
-        again = forward if parallel.recompute in attention.scores_recomputed else Work()
-        backward = Work(matmul=4 * product, gaps=4 * self.rates.gap) + passes
-        return forward, backward, again
-
-    @functools.cached_property
     def _pairs(self) -> int:
         """Pairs of matmuls that communicate over `tensor`, besides experts' of several replicas."""
         several = self.held > 0 and self.parallel.expert > 1
@@ -217,7 +181,7 @@ class Blocks(ExpertKernels):
     def _forward_kernels(self) -> Work:
         """A forward without its communication and the stash."""
         products, elementwise = self._matmuls(self._products), self.traffic(self._elementwise, self._fused * FORWARD)
-        return products + self._attention[0] + elementwise + self._repeated(0) + self.expert_traffic(0)
+        return products + self.attention[0] + elementwise + self._repeated(0) + self.expert_traffic(0)
 
     @functools.cached_property
     def _weight_kernels(self) -> Work:
@@ -251,14 +215,14 @@ class Blocks(ExpertKernels):
         products = self._matmuls(self._products, "inputs")
         again = self._matmuls(one for one in self._products if one.repeated)
         # What a second forward computes besides these, the backward of other modes computes again, too.
-        again += self._attention[0 if self.parallel.recompute == "full" else 2]
+        again += self.attention[0 if self.parallel.recompute == "full" else 2]
         count, moved = self._biases
         elementwise = self.traffic(
             BACKWARD_TRAFFIC * self._elementwise + moved, self._fused * (BACKWARD + count * BIAS)
         )
         if self.program.gates_in_one_pass and is_gated(self.model) and not self.model.experts:
             elementwise += self.traffic(-self._gates, -1)
-        return products + again + self._attention[1] + elementwise + self._repeated(1) + self.expert_traffic(1)
+        return products + again + self.attention[1] + elementwise + self._repeated(1) + self.expert_traffic(1)
 
     @property
     def _gates(self) -> float:
@@ -291,13 +255,7 @@ class Blocks(ExpertKernels):
             values *= self.rows * self.item
             sends = (2 * times - backward) * self._pairs * (self._parts - 1)
             work += self.traffic(PART_PASSES * times * values, RING_MATMUL + PART_KERNELS * sends)
-        heads, steps = self.model.attention, self.parallel.ring_ranks - 1
-        if heads is not None and steps:
-            queries = self.rows * heads.heads * heads.head_size / self.parallel.tensor * self.item
-            work += self.traffic(steps * RING_PASSES[backward] * queries, steps * RING_KERNELS[backward])
-        if heads is not None and self.parallel.context > self.parallel.ring_ranks:
-            arrays = (2 + 2 * backward) * sum(exchanged_elements(self.run)) * self.item
-            work += self.traffic(EXCHANGE_PASSES * arrays, EXCHANGE_KERNELS * (1 + backward))
+        work += self.between_ranks(backward)
         if self._pairs and self.split > 1 and self.parallel.microbatch_size > 1:
             # the sequence is gathered and scattered as the outer axis, and matmuls take samples as the outer one
             arrays = 2 * (1 + backward) * self._pairs
@@ -325,7 +283,7 @@ class Blocks(ExpertKernels):
             hidden = 2 * self._collective, self._stash + copies
         exposed = self._exposed(self.sends.forward, min(hidden))
         communication = Work(
-            tensor=exposed, context=self._around(0), expert=self.dispatched[0], data=SHARDED_FORWARD * self._sharded
+            tensor=exposed, context=self.around(0), expert=self.dispatched[0], data=SHARDED_FORWARD * self._sharded
         )
         offload = max(0.0, self._transfer - self._forward_kernels.total)
         return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
@@ -342,7 +300,7 @@ class Blocks(ExpertKernels):
         data = SHARDED_BACKWARD * ratio * self._sharded
         kept = kept_for_weights(self.run, self.item) if self.program.splits else 0
         communication = Work(
-            tensor=exposed, context=self._around(1), expert=self.dispatched[1], data=data, offload=self._transfer
+            tensor=exposed, context=self.around(1), expert=self.dispatched[1], data=data, offload=self._transfer
         )
         return self._input_kernels + self.traffic(KEPT_PASSES * kept) + communication
 
@@ -372,7 +330,7 @@ class Blocks(ExpertKernels):
         sends = self.sends
         all_of_them, _, experts = self.over_tensor(sends.forward + sends.gradients + sends.again + sends.sums)
         exposed = self._merged_exposed(kernels, all_of_them) + shown * experts
-        context = CONTEXT_MERGED * (self._around(0) + self._around(1))
+        context = CONTEXT_MERGED * (self.around(0) + self.around(1))
         return kernels + Work(
             traffic=self._stash, tensor=exposed, context=context, expert=shown * sum(self.dispatched), data=data
         )
@@ -397,20 +355,3 @@ class Blocks(ExpertKernels):
         listed = here and gated  # with every collective that is exposed where they take less time
         crowded = 0.0 if listed else min(all_of_them, max(0.0, 2 * all_of_them - beside))
         return max(self._pairs / 2 * exposed, all_of_them - beside) + CROWDED * crowded
-
-    def _around(self, backward: int) -> float:
-        """Seconds of exposed sends of attention's arrays between C ranks, in one block.
-
-        Exchanged for heads (`ops/exchanged_attention.py`) all of them are exposed. Keys and values round a ring:
-
-        XLA starts all of them before the first product, and so hides only the last of a forward; in a backward, which sends
-        gradients too, about as many are exposed.
-        """
-        ranks, (_, elements) = self.parallel.context, context_sends(self.run)
-        if ranks == 1 or not elements:
-            return 0.0
-        if self.parallel.ring_ranks == 1:
-            here = devices_here(self.parallel, self.rates.host_size, ranks, "data")
-            part = [one * self.item / ranks for one in exchanged_elements(self.run)]
-            return (2 + 2 * backward) * sum(self.rates.all_to_all(one, ranks, here) for one in part)
-        return (2 * (ranks - 1) - (1 - backward)) * self.send(elements * self.item, "data", ranks)

@@ -30,7 +30,7 @@ class Matmul:
       inputs: rows of the weight.
       outputs: columns of the weight.
       split: how a tensor group splits the weight (1909.08053 section 3): "column" splits the outputs, "row" the inputs
-        (its product is summed over the group), None not at all.
+        (its product is summed over the group), None not at all, "sequence" not the weight, but the rows that pass it.
       recomputed: recompute modes in which the backward pass repeats it.
       added: its result is added to another matmul's, in place.
     """
@@ -45,7 +45,7 @@ class Matmul:
     def on_device(self, tensor: int) -> tuple[float, float]:
         """(inputs, outputs) of the weight's part on one device of a tensor group of this size."""
         inputs = self.inputs / tensor if self.split == "row" else self.inputs
-        return inputs, self.outputs / tensor if self.split == "column" else self.outputs
+        return inputs, self.outputs / tensor if self.split in ("column", "sequence") else self.outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,8 @@ class Attention:
         always does, and that is part of its backward.
       values_recomputed: recompute modes in which it computes probabilities times values a second time.
       unfused: what no fused kernel computes, a field of the model; "": nothing.
+      value_size: elements of a head of the values; None: head_size.
+      gathered: elements of a token that the column-parallel matmuls before it read; None: the residual stream's.
     """
 
     heads: int
@@ -75,6 +77,13 @@ class Attention:
     scores_recomputed: tuple[str, ...] = ("selective", "full")
     values_recomputed: tuple[str, ...] = ("full",)
     unfused: str = ""
+    value_size: int | None = None
+    gathered: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Elements of a head of fused kernels, which have one size for keys and values."""
+        return max(self.head_size, self.value_size or 0)
 
     def pairs(self, tokens: int) -> float:
         """Scores that a head computes for a sample of this many tokens, if it leaves out those that are masked."""

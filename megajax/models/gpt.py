@@ -23,6 +23,7 @@ from megajax.models.dropout import Dropout
 from megajax.models.ids import Ids
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
 from megajax.models.mixers.attention import cache_arrays, with_rotary_table
+from megajax.models.mixers.latent import latent_cache
 from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.models.norms import Norm
 from megajax.models.transformer import Block
@@ -210,7 +211,9 @@ class GPT(NNXModel):
         return tokens | {"teacher_ids": Ids(config.vocabulary)} | learned
 
     def cache_arrays(self, samples: int, slots: int) -> Mapping[str, CachedArray]:
-        """Keys and values."""
+        """Keys and values, or latents."""
+        if self.config.kv_latent:
+            return latent_cache(self.config, self.context.dtype, samples, slots)
         return cache_arrays(self.config, self.context.dtype, samples, slots, self.context.tensor)
 
     def costs(self) -> ModelCosts:
@@ -229,7 +232,7 @@ class GPT(NNXModel):
         windows = config.attention_windows
         window = windows[0] if len(windows) == 1 else None
         more = {"differ": len(windows) > 1, "unfused": config.unfused_attention}
-        return FusableAttention(config.head_dimension, config.dropout, window, **more)
+        return FusableAttention(config.attention_width, config.dropout, window, **more)
 
     @property
     def vocabulary(self) -> int:

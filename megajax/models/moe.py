@@ -144,9 +144,10 @@ class Router(nnx.Module):
         return weights, experts
 
     def _of_best_groups(self, ranking: jax.Array) -> jax.Array:
-        """The ranking [b, s, E]; -inf for experts outside the groups whose two best experts rank highest (2412.19437)."""
+        """The ranking [b, s, E]; -inf for experts outside the groups whose best experts rank highest (2412.19437)."""
         groups = ranking.reshape(*ranking.shape[:-1], self.config.router_groups, -1)
-        best = lax.top_k(lax.top_k(groups, 2)[0].sum(-1), self.config.router_group_choices)[1]
+        ranks = lax.top_k(groups, self.config.router_group_best)[0].sum(-1)
+        best = lax.top_k(ranks, self.config.router_group_choices)[1]
         inside = (best[..., None] == jnp.arange(self.config.router_groups)).any(-2)
         return jnp.where(inside[..., None], groups, -jnp.inf).reshape(ranking.shape)
 

@@ -8,6 +8,8 @@ sequence s, width h, feedforward f, a heads in g groups of head size d, tensor t
     (the block's input)  [b, s, h]          sequence        kept    kept     kept     as the VJP's argument
     attention_input      [b, s, h]          sequence        kept                      gathered again, as in the paper
     qkv                  [b, s, g, a/g+2, d]  tensor        kept    kept
+    latents              [b, s, q + r + e]  sequence        kept    kept              of latent attention, before norms
+    expanded             [b, s, a, d], [b, s, a, d - e + v]  tensor  kept             of it, queries; keys and values
     probabilities        [b, g, a/g, s, s]  tensor          kept
     context              [b, s, a, d]       tensor          kept    kept
     attention_statistics [b, a, s]          tensor          kept    kept              fp32; of fused attention only
@@ -43,8 +45,8 @@ from megajax.config import ConfigError, near
 __all__ = ["MODES", "checkpointed", "grouped"]
 
 SELECTIVE = ("qkv", "context", "attention_statistics", "residual", "router", "up", "output_residual")
-SELECTIVE += ("attention_output", "feedforward_output")
-NONE = (*SELECTIVE, "attention_input", "probabilities", "feedforward_input", "dispatched", "activation")
+SELECTIVE += ("attention_output", "feedforward_output", "latents")
+NONE = (*SELECTIVE, "expanded", "attention_input", "probabilities", "feedforward_input", "dispatched", "activation")
 MASKS = ("probabilities_mask", "attention_mask", "feedforward_mask")  # drawn only where the model has dropout
 MODES = {"none": NONE + MASKS, "selective": SELECTIVE, "full": ()}
 

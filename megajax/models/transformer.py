@@ -22,6 +22,7 @@ from megajax.models.dropout import Dropout
 from megajax.models.feedforward import FeedForward
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.mixers.attention import Attention
+from megajax.models.mixers.latent import LatentAttention
 from megajax.models.moe import Experts
 from megajax.models.nnx_model import named_key
 from megajax.models.norms import Norm
@@ -48,7 +49,8 @@ class Block(nnx.Module):
             self.feedforward_norm = Norm(config)
         if placement in ("post", "both"):
             self.attention_output_norm, self.feedforward_output_norm = Norm(config), Norm(config)
-        self.attention = Attention(config, named_key(key, "attention"), context)
+        mixer = LatentAttention if config.kv_latent else Attention
+        self.attention = mixer(config, named_key(key, "attention"), context)
         inner = Experts if config.experts else FeedForward
         self.feedforward = inner(config, named_key(key, "feedforward"), context)
 

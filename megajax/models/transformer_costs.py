@@ -1,9 +1,11 @@
 """The costs of a decoder-only transformer (`models/transformer.py`, `models/gpt.py`), counted from its shape."""
 
 import dataclasses
+from collections.abc import Callable
 
 from megajax.config import ModelConfig
 from megajax.config.experts import expert_tokens
+from megajax.config.latent import latent_parameters, latent_sizes
 from megajax.config.layer_kinds import DENSE, SPARSE
 from megajax.config.layer_pattern import variant_numbers, variants
 from megajax.config.lora import ROW, TARGETS, adapter_sizes, lora_targets
@@ -11,6 +13,8 @@ from megajax.models.costs import Attention, Elementwise, Experts, KeptValue, Mat
 from megajax.models.remat import MODES
 
 __all__ = ["transformer_costs"]
+
+COLUMN = ("column", ("full",))  # of a matmul from the block's input
 
 
 def transformer_costs(config: ModelConfig) -> ModelCosts:
@@ -21,7 +25,15 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         return dataclasses.replace(kinds[SPARSE], kinds=counted)
     hidden, size = config.hidden, config.head_dimension
     heads, groups, qkv_bias = config.heads * size, config.key_value_heads * size, int(config.has_qkv_biases)
-    query_key_value = heads + 2 * groups
+    query_key_value, latent = heads + 2 * groups, latent_sizes(config) if config.kv_latent else None
+    attention = Parameters(
+        split=(hidden + qkv_bias) * query_key_value + hidden * heads + config.heads * int(config.attention_sinks),
+        whole=hidden * int(config.has_output_biases),
+    )
+    if latent:
+        query_key_value = config.heads * (2 * latent.plain + latent.rotated + latent.value)
+        attention = Parameters(*latent_parameters(config))
+    joined = config.heads * config.value_dimension
     norm = hidden * (2 if config.norm == "layernorm" and config.biases else 1)
     mlp, adapters = _mlp_costs(config), _adapter_parameters(config)
     over_heads = config.query_key_norm_over == "projection"  # then its scales are split as the heads are
@@ -31,8 +43,8 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         sequence_length=config.sequence_length,
         vocabulary=config.vocabulary,
         matmuls=(
-            Matmul("query_key_value", hidden, query_key_value, "column", ("full",)),
-            Matmul("attention_output", heads, hidden, "row", ("full",)),
+            *(_latent_matmuls(config) if latent else [Matmul("query_key_value", hidden, query_key_value, *COLUMN)]),
+            Matmul("attention_output", joined, hidden, "row", ("full",)),
             *mlp.matmuls,
             *_adapter_matmuls(config),
         ),
@@ -46,15 +58,15 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             # a softcap's derivative needs the scores
             scores_recomputed=(*["none"] * (config.attention_softcap is not None), "selective", "full"),
             unfused=config.unfused_attention,
+            value_size=config.value_dimension,
+            gathered=latent.down + (0 if latent.query else hidden) if latent else None,
         ),
         block=Parameters(
-            split=(hidden + qkv_bias) * query_key_value
-            + hidden * heads
+            split=attention.split
             + mlp.parameters.split
             + adapters.split
-            + over_heads * config.query_key_norm_parameters
-            + config.heads * int(config.attention_sinks),
-            whole=hidden * int(config.has_output_biases)
+            + over_heads * config.query_key_norm_parameters,
+            whole=attention.whole
             + config.block_norms * norm
             + mlp.parameters.whole
             + adapters.whole
@@ -68,7 +80,8 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             KeptValue("gradients of experts_in", mlp.up - mlp.dense_up, split="tensor", routed=True),
             KeptValue("gradients of attention_output and mlp_out", 2 * hidden if mlp.has_dense else hidden),
             KeptValue("gradients of the experts' results", mlp.rows * hidden, split=None, routed=True),
-            KeptValue("context", heads, split="tensor", modes=("full",)),
+            KeptValue("context", joined, split="tensor", modes=("full",)),
+            *([KeptValue("gradients of the latents", latent.down)] if latent else []),
             KeptValue("residual", hidden, modes=("full",)),
             # two intermediate values of the activation function are fp32
             KeptValue("activation", 2 * mlp.inner, split="tensor", modes=("full",), itemsize=4),
@@ -82,6 +95,23 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         ),
         experts=mlp.experts,
     )
+
+
+def _latent_matmuls(config: ModelConfig) -> list[Matmul]:
+    """The projections of queries, keys and values; those from latents are computed again, unless they are kept."""
+    one, again = latent_sizes(config), ("selective", "full")
+    queries, keys_values = config.heads * (one.plain + one.rotated), config.heads * (one.plain + one.value)
+    of_queries = [Matmul("query", config.hidden, queries, *COLUMN)]
+    if one.query:
+        of_queries = [
+            Matmul("query_down", config.hidden, one.query, "sequence", ("full",)),
+            Matmul("query_up", one.query, queries, "column", again),
+        ]
+    return [
+        *of_queries,
+        Matmul("key_value_down", config.hidden, one.key_value + one.rotated, "sequence", ("full",)),
+        Matmul("key_value_up", one.key_value, keys_values, "column", again),
+    ]
 
 
 def _norms_results(config: ModelConfig) -> bool:
@@ -195,9 +225,10 @@ def _kept_by_transformer(config: ModelConfig, query_key_value: int, mlp: _MlpCos
             [] if config.post_norm or placement == "post" else [value("attention_input", hidden)]
         ),  # else the block's input
         *([value(name, hidden) for name in outputs] if _norms_results(config) else []),
-        value("qkv", query_key_value, "tensor", transposed_from=2 if changed else None),
+        *_projected(config, value, query_key_value, 2 if changed else None),
         value("probabilities", 0, "tensor", per_token_pair=heads, fused=False, transposed_from=1),
-        value("context", heads * config.head_dimension, "tensor"),
+        value("context", heads * config.value_dimension, "tensor", fused=False),
+        value("context", heads * config.attention_width, "tensor", fused=True),
         value("attention_statistics", heads, "tensor", itemsize=4, fused=True),
         *([] if placement == "parallel" else [value("residual", hidden)]),
         *([value("feedforward_input", hidden)] if placement in ("pre", "both") else []),
@@ -222,3 +253,14 @@ def _kept_by_transformer(config: ModelConfig, query_key_value: int, mlp: _MlpCos
             value("feedforward_mask", hidden, itemsize=1),
         ]
     return tuple(values)
+
+
+def _projected(
+    config: ModelConfig, value: Callable[..., KeptValue], width: int, transposed: int | None
+) -> list[KeptValue]:
+    """Queries, keys and values, `width` elements, or what they are computed from."""
+    if not config.kv_latent:
+        return [value("qkv", width, "tensor", transposed_from=transposed)]
+    one, queries = latent_sizes(config), config.heads * config.head_dimension
+    found = [] if one.query else [value("qkv", queries, "tensor")]
+    return [*found, value("latents", one.down), value("expanded", width - (0 if one.query else queries), "tensor")]

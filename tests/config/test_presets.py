@@ -117,6 +117,23 @@ def test_parameters_of_sparse_models(name, count, total, active):
         assert abs(parameters / 1e9 - float(shown)) < last_digit  # Qwen's 3.35 billion are printed as 3.3
 
 
+@pytest.mark.parametrize(
+    ("name", "count", "total", "active"),
+    [
+        # total: as the model cards print it (Kimi K2's report has 1.04 trillion); active: likewise, without the embedding
+        ("deepseek-v2-lite", 15_706_484_224, "15.7", "2.4"),
+        ("deepseek-v3", 671_026_404_352, "671", "37"),
+        ("kimi-k2", 1_026_408_209_408, "1026", "32"),
+    ],
+)
+def test_parameters_of_models_with_latent_attention(name, count, total, active):
+    model = preset(name)
+    assert model.parameters == count
+    used = model.active_parameters - model.vocabulary * model.hidden
+    for parameters, shown in ((model.parameters, total), (used, active)):
+        assert abs(parameters / 1e9 - float(shown)) < 10.0 ** -len(shown.partition(".")[2])
+
+
 def test_the_other_released_models_are_dense():
     sparse = {name for name in RELEASED if preset(name).experts}
     assert sparse == {"mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"}

@@ -16,6 +16,16 @@ YARN = {
     "beta_slow": 1.0,
     "attention_factor": 1.2,
 }
+MSCALE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+}
 PLAIN = {"rope_type": "default", "rope_theta": 100.0}
 
 
@@ -28,6 +38,17 @@ def configs(layers: int = LAYERS) -> dict:
     mixed = ["sliding_attention", "full_attention", "sliding_attention"] * (layers // 3)
     odd = (["sliding_attention"] * 4 + ["full_attention", "sliding_attention"])[-layers:]
     experts = {"num_experts_per_tok": 2, "intermediate_size": 12}
+    shared = {
+        "moe_intermediate_size": 8,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "first_k_dense_replace": layers // 3,
+        "routed_scaling_factor": 1.5,
+    }
+    heads = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "kv_lora_rank": 12}
+    latent = sizes | experts | heads | {"intermediate_size": 20, "num_key_value_heads": 4, "pad_token_id": None}
     return {
         "gemma": t.GemmaConfig(**wide),
         "gemma2": t.Gemma2Config(
@@ -72,16 +93,18 @@ def configs(layers: int = LAYERS) -> dict:
         "ministral": t.MinistralConfig(**wide, sliding_window=5, layer_types=mixed),
         "glm4_moe": t.Glm4MoeConfig(
             **wide | experts | {"intermediate_size": 20, "pad_token_id": None},
-            moe_intermediate_size=8,
-            n_routed_experts=6,
-            n_shared_experts=2,
-            n_group=3,
-            topk_group=2,
-            first_k_dense_replace=layers // 3,
-            routed_scaling_factor=1.5,
+            **shared,
             attention_bias=True,
             use_qk_norm=True,
         ),
+        "deepseek_v2": t.DeepseekV2Config(
+            **latent,
+            **shared,
+            q_lora_rank=None,
+            topk_method="group_limited_greedy",
+            rope_parameters=PLAIN,
+        ),
+        "deepseek_v3": t.DeepseekV3Config(**latent, **shared, q_lora_rank=10, num_mtp_layers=0, rope_parameters=MSCALE),
         "ministral3": t.Ministral3Config(
             **wide, rope_parameters=YARN | {"original_max_position_embeddings": 6, "llama_4_scaling_beta": 0.5}
         ),
@@ -144,4 +167,5 @@ FAMILIES = (
         "starcoder2",
     ),
     *("ministral", "ministral3", "exaone4", "seed_oss", "glm4_moe", "qwen2_moe", "gpt_oss"),
+    *("deepseek_v2", "deepseek_v3"),
 )

@@ -175,8 +175,8 @@ IMPORTS = {  # (family, what is wrong, words of the message)
     ),
     "latent attention": (
         "qwen3_moe",
-        lambda d: change_config(d, model_type="deepseek_v3"),
-        "model_type = 'deepseek_v3' has multi-head latent attention",
+        lambda d: change_config(d, model_type="deepseek_v3", num_key_value_heads=1),
+        "num_key_value_heads = 1 is not supported",  # latents have keys of all heads
     ),
     "clipped queries": ("olmoe", lambda d: change_config(d, clip_qkv=8.0), "clip_qkv = 8.0 is not supported"),
     "a norm of another size": ("olmoe", lambda d: change_config(d, head_dim=8), "head_dim = 8 is not supported"),

@@ -44,15 +44,17 @@ LAYOUTS = {
     "dualpipe_v": dict(pipe=2, chunks=2, schedule="dualpipe_v"),
     "ZeRO-3": dict(data=2, pipe=2, zero=3),
     "context 2": dict(context=2, pipe=2),
+    "context 2, tensor 2": dict(context=2, tensor=2),
 }
 # Ring attention has no soft caps and no sinks, and needs stages with one order of dense and sparse layers.
-WITHOUT_CONTEXT = ("gemma2", "glm4_moe", "gpt_oss", "qwen2_moe")
+WITHOUT_CONTEXT = ("deepseek_v2", "deepseek_v3", "gemma2", "glm4_moe", "gpt_oss", "qwen2_moe")
 CASES = [
     (family, layout)
     for family in FAMILIES
-    for layout in LAYOUTS
+    for layout in [*LAYOUTS][:6]
     if layout != "context 2" or family not in WITHOUT_CONTEXT
 ]
+CASES += [(family, "context 2, tensor 2") for family in ("deepseek_v2", "deepseek_v3")]
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -277,6 +279,49 @@ def test_experts_in_mxfp4_are_dequantised(tmp_path):
         wanted = model(torch.from_numpy(tokens())).logits.numpy()
     got = logits_of(training, initial_params(str(tmp_path), training))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+
+
+def test_blocks_in_fp8_are_dequantised(tmp_path):
+    """As transformers' own code does it, with factors of blocks of 2 x 2, which divide all matrices."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    random_model(configs()["deepseek_v3"]).save_pretrained(tmp_path)
+    tensors = {name: one.rows(0, one.shape[0]) for name, one in open_tensors(tmp_path).items()}
+    tensors, draw = {name: torch.from_numpy(one.copy()) for name, one in tensors.items()}, np.random.default_rng(3)
+    plain, op = dict(tensors), Fp8Dequantize(None)
+    for name in [name for name in tensors if name.endswith("proj.weight") or "with_mqa" in name]:
+        rows, columns = tensors[name].shape
+        factors = torch.from_numpy(draw.uniform(0.1, 1, (rows // 2, columns // 2)).astype(np.float32))
+        wide = factors.repeat_interleave(2, 0).repeat_interleave(2, 1)
+        tensors[name] = (tensors[name] / wide).to(torch.float8_e4m3fn)
+        tensors[name + "_scale_inv"] = factors
+        plain[name] = op._dequantize_one(tensors[name], factors)
+    quantized, whole = tmp_path / "fp8", tmp_path / "fp32"
+    keys = json.loads((tmp_path / "config.json").read_text())
+    how = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [2, 2]}}
+    for directory, arrays, more in ((quantized, tensors, how), (whole, plain, {})):
+        directory.mkdir()
+        save_file(arrays, str(directory / "model.safetensors"))
+        (directory / "config.json").write_text(json.dumps(keys | more))
+    found = dataclasses.replace(read_config(quantized)[1], sequence_length=LENGTH)
+    training = training_of(found)
+    one, two = (initial_params(str(directory), training) for directory in (quantized, whole))
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+def test_kimi_is_deepseek_by_another_name(tmp_path):
+    """config.json has a class of the model's own, which is not run."""
+    random_model(configs()["deepseek_v3"]).save_pretrained(tmp_path)
+    found = read_config(tmp_path)[1]
+    keys = json.loads((tmp_path / "config.json").read_text())
+    keys |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    family, model = read_config(tmp_path)
+    assert family.name == "kimi_k2" and model == found
+    training = training_of(dataclasses.replace(model, sequence_length=LENGTH))
+    initial_params(str(tmp_path), training)
+    family, written = family_of_model(model, "kimi_k2")
+    assert family.name == written["model_type"] == "kimi_k2" and family_of_model(model)[0].name == "deepseek_v3"
 
 
 @pytest.mark.parametrize("name", RELEASED_OTHERS)

@@ -55,7 +55,8 @@ def golden(family: str):
     return model, params, np.load(directory / "logits.npy")
 
 
-SLOW = ("phi3", "granite", "qwen2_moe", "gpt_oss")  # the last one is cached below
+SLOW = ("phi3", "granite", "qwen2_moe", "gpt_oss", "deepseek_v2")
+CACHED_QUICK = ("gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize("family", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in QUICK])
@@ -78,7 +79,7 @@ def test_logits_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one == "gpt_oss" else pytest.mark.slow) for one in QUICK]
+    "family", [pytest.param(one, marks=() if one in CACHED_QUICK else pytest.mark.slow) for one in QUICK]
 )
 def test_cached_logits_are_those_of_transformers(family):
     """Of the last tokens after the first ones are in the cache."""

@@ -29,8 +29,15 @@ def test_every_kept_name_is_a_value_of_the_transformer():
     # the attention's input is the block's input with norms after the additions
     both = dataclasses.replace(before, norm_placement="both")
     outputs = {"attention_output", "feedforward_output"}  # before their norms
-    after_absent = {"attention_input", "router", "dispatched"} | outputs
-    for config, absent in ((before, {"output_residual"} | outputs), (both, {"output_residual"}), (after, after_absent)):
+    latents = {"latents", "expanded"}  # of latent attention
+    after_absent = {"attention_input", "router", "dispatched"} | outputs | latents
+    of_latents = dataclasses.replace(PRESETS["deepseek-v3"].of_kind("sparse"), dropout=0.1)
+    cases = (
+        (before, {"output_residual"} | outputs | latents),
+        (both, {"output_residual"} | latents),
+        (after, after_absent),
+    )
+    for config, absent in (*cases, (of_latents, {"output_residual", "qkv"} | outputs)):
         costs = transformer_costs(config)
         for mode, names in MODES.items():
             values = {value.name for fused in (False, True) for value in costs.kept_values(mode, fused)}

@@ -19,6 +19,7 @@ from megajax.interop.hugging_face.families import FAMILIES
 from megajax.interop.hugging_face.keys import Family, Keys, read_json
 from megajax.interop.hugging_face.llama_families import SCALINGS
 from megajax.interop.hugging_face.quantized import check_quantization, open_weights
+from megajax.interop.hugging_face.tables import TABLES
 from megajax.interop.hugging_face.ties import differing_tie
 from megajax.interop.safetensors import SINGLE, has_tensors
 from megajax.schedules.errors import shown
@@ -26,9 +27,8 @@ from megajax.schedules.paths import hub_advice
 
 __all__ = ["family_of_model", "merge_config", "read_config", "read_json", "tokenizer_options"]
 
-# What families have that megajax's blocks do not; the layers of two kinds of DeepSeek's are not the obstacle.
-LATENT = "multi-head latent attention"
-OBSTACLES = {"deepseek_v2": LATENT, "deepseek_v3": LATENT}
+# Families of models with code of their own -> the one in transformers that computes them.
+ALIASES = {"kimi_k2": "deepseek_v3"}
 # Keys of an imported config.json that an export does not keep: what they say is in other keys, or no longer true.
 REPLACED = ("quantization_config", "rope_scaling", "rope_theta", "partial_rotary_factor")
 REPLACED += ("original_max_position_embeddings",)
@@ -57,11 +57,6 @@ def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
         )
     keys = Keys(read_json(path), path)
     kind = keys.get("model_type", str, "")
-    if kind in OBSTACLES:
-        raise ConfigError(
-            f"{path}: model_type = {shown(kind)} has {OBSTACLES[kind]}, which megajax's blocks do not have: give a model of "
-            f"{', '.join(FAMILIES)}"
-        )
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ConfigError(f"{path}: model_type = {shown(kind)} is not supported: give a model of {known}")
@@ -106,9 +101,12 @@ def _normalized(keys: Keys) -> Keys:
     path = pathlib.Path(keys.path)
     transformers = library("config.json of Hugging Face")
     try:
-        found = transformers.AutoConfig.from_pretrained(
-            str(path.parent), trust_remote_code=False, local_files_only=True
-        )
+        if same := ALIASES.get(keys.values.get("model_type")):
+            found = transformers.AutoConfig.for_model(**keys.values | {"model_type": same})
+        else:
+            found = transformers.AutoConfig.from_pretrained(
+                str(path.parent), trust_remote_code=False, local_files_only=True
+            )
         if getattr(found, "rope_parameters", None):
             found.standardize_rope_params()  # again, as its models do: now with original_max_position_embeddings
     except Exception as error:  # of many types: of a wrong type, of an unknown value, divisions by zero
@@ -139,13 +137,16 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[F
     nearest: tuple[str, list[str]] | None = None
     wanted = type(model), model.experts > 0
     families = [family for family in FAMILIES.values() if (family.config, family.has_experts) == wanted]
+    families = [family for family in families if model.kv_latent or not family.has_latents]
     for family in sorted(families, key=lambda family: family.name != preferred):
         keys = {"architectures": [family.architecture], "model_type": family.name} | family.write(model)
         try:
             back = family.config(name=model.name, **family.read(Keys(keys, "config.json")))
         except ConfigError:  # it has no such value
             continue
-        differing = stored_differences(dataclasses.asdict(_explicit(model)), _explicit(back), leave_out=FREE)
+        has_biases = TABLES[family.name].leaves.get("blocks/feedforward/router/bias")  # which the rate moves
+        free = (*FREE, "balance_bias_rate") if has_biases else FREE
+        differing = stored_differences(dataclasses.asdict(_explicit(model)), _explicit(back), leave_out=free)
         if not differing:
             return family, keys
         if nearest is None or len(differing) < len(nearest[1]):
@@ -231,5 +232,6 @@ def _explicit(model: ModelConfig) -> ModelConfig:
         qkv_biases=model.has_qkv_biases,
         output_biases=model.has_output_biases,
         attention_scale=model.attention_scale or model.head_dimension**-0.5,
+        value_head_size=model.value_dimension if model.kv_latent else None,
         **idle,
     )

@@ -162,4 +162,5 @@ class Description:
 
 def described(one: Description) -> Family:
     """The family of a description."""
-    return Family(one.name, one.architecture, one.read_all, one.write_all, has_experts=one.has_experts)
+    kinds = {"has_experts": one.has_experts, "has_latents": "kv_latent" in one.names}
+    return Family(one.name, one.architecture, one.read_all, one.write_all, **kinds)

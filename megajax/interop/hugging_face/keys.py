@@ -121,7 +121,7 @@ class Family:
       read: the fields of a model's configuration from its keys.
       write: its keys from the configuration.
       config: the type of the configuration.
-      has_experts: whether its blocks have experts.
+      has_experts, has_latents: whether its blocks have experts, and latent attention.
     """
 
     name: str
@@ -130,3 +130,4 @@ class Family:
     write: Callable[[Any], dict[str, Any]]
     config: type[ModelConfig] = ModelConfig
     has_experts: bool = False
+    has_latents: bool = False

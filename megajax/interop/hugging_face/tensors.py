@@ -7,6 +7,8 @@ A leaf of one layer consists of pieces, each of them a tensor of Hugging Face's 
     p queries, key and value of a group (n + 2)
     e a second axis of size hidden   t token types   o the orders of two segments (2)   c classes
     l layers   x experts   w feedforward of dense layers between sparse ones   y feedforward of the shared expert
+    k, b latents of queries, and of keys and values   m the latter and the shared part of a key   i elements of a value head
+    j elements of a head that are computed from the latent, of its key and its value
     z gate and up (2)   u an axis of size 1 that a tensor has too
 
 `Piece("self_attn.q_proj.weight", "gnd h", "hgnd", QUERIES)` is a matrix of (g n d) rows and h columns, and in the leaf
@@ -27,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.config import ModelConfig
+from megajax.config.latent import latent_sizes
 from megajax.config.layer_kinds import DENSE
 
 __all__ = [
@@ -120,7 +123,16 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "c": getattr(model, "scores", 0),
         "l": model.layers,
         "x": model.experts,
+        **_latent_sizes(model),
     }
+
+
+def _latent_sizes(model: ModelConfig) -> dict[str, int]:
+    if not model.kv_latent:
+        return {}
+    one = latent_sizes(model)
+    both, joined = one.key_value + one.rotated, one.plain + one.value
+    return {"k": one.query, "b": one.key_value, "m": both, "j": joined, "i": one.value}
 
 
 def tensor_shape(piece: Piece, sizes: Mapping[str, int]) -> tuple[int, ...]:

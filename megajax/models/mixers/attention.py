@@ -126,15 +126,15 @@ class Attention(nnx.Module):
         Returns:
           The result, of y's shape; and with a cache y's entries in it (`cache_arrays`).
         """
-        positions, document = microbatch.get("positions"), microbatch.get("document")
-        query, key, value = self.project(y, microbatch, layer, lora_drop)
-        window = self.window(layer)
+        window, document, entries = self.window(layer), microbatch.get("document"), {}
         drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
         sinks = self.sinks[...].reshape(self.groups, -1) if self.config.attention_sinks else None
         scoring = Scoring(drop, self.config.attention_softcap, sinks)
         both_ways = {} if self.config.causal else {"causal": False, "padding": microbatch.get("padding")}
+        if cache is None:
+            query, key, value = self.project(y, microbatch, layer, lora_drop)
         if cache is not None:
-            context = cached_attention(query, key, value, positions, cache, self.constrain, window, scoring)
+            context, entries = self.cached(y, microbatch, layer, cache, window, scoring)
         elif self.operations.attend is None:
             context = plain_attention(query, key, value, scoring, self.constrain, document, window, **both_ways)
         else:
@@ -143,12 +143,28 @@ class Attention(nnx.Module):
                 reach = jnp.broadcast_to(jnp.maximum(places - (window - 1), 0), query.shape[:2])
                 document = reach if document is None else jnp.maximum(document, reach)
             context = self.operations.attend(query, key, value, document, **both_ways)
-        context = self.constrain(context.reshape(*y.shape[:2], self.config.heads, -1), *QKV[:2], "heads", None)
+        context = context.reshape(*y.shape[:2], self.config.heads, -1)
+        if context.shape[-1] != self.config.value_dimension:  # padded for a kernel
+            context = context[..., : self.config.value_dimension]
+        context = self.constrain(context, *QKV[:2], "heads", None)
         if self.operations.attend is None:
             context = checkpoint_name(context, "context")
-        entries = {"key": key, "value": value} if cache is not None else {}
-        entries = {name: jnp.swapaxes(entry, 1, 2) for name, entry in entries.items()}
         return self.output(context, self.operations.row, 2, drop=lora_drop), entries
+
+    def cached(
+        self,
+        y: jax.Array,
+        microbatch: Microbatch,
+        layer: jax.Array,
+        cache: Cache,
+        window: jax.Array | int | None,
+        scoring: Scoring,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Heads' results [b, n, g, a/g, d] of y's n tokens with those of the cache; and their entries in it."""
+        query, key, value = self.project(y, microbatch, layer)
+        positions = microbatch["positions"]
+        context = cached_attention(query, key, value, positions, cache, self.constrain, window, scoring)
+        return context, {"key": jnp.swapaxes(key, 1, 2), "value": jnp.swapaxes(value, 1, 2)}
 
 
 def tensor_groups(config: ModelConfig, tensor: int) -> int:
