@@ -1,13 +1,14 @@
 """Programs compiled for GPUs without any, beside the models of time and memory. Nothing is run.
 
 python -m benchmarks.compiled time         layouts of nine models on H100s: time by class of kernel, and memory
+python -m benchmarks.compiled held-out     programs that neither model was read from, of several GPUs: as for time
 python -m benchmarks.compiled memory       a grid of runs on H100s: memory
 python -m benchmarks.compiled questions    what the planner answers to nine questions, and whether another of its layouts
                                            is faster than the winner (--best 10 compiles the ten best)
 python -m benchmarks.compiled account      prints the dry run's account of a few runs, and of a step of one GPU that is
                                            written by hand in plain JAX (`benchmarks.plain_step`)
 
-The first three compile the cases of benchmarks/compiled_cases.txt (each set half an hour or more on one core), replace their
+The first four compile the cases of benchmarks/compiled_cases.txt (each set half an hour or more on one core), replace their
 rows in benchmarks/results/compiled.json, and compare them with the models. The compiled program has no bubble: a step is
 of a rank that computes all of its microbatches. Needs pip install "megajax[dryrun]" and nvidia-cudnn-cu12.
 """
@@ -143,7 +144,8 @@ def compile_cases(keys: Iterable[tuple[str, str]], missing: bool, count: int, ti
         if kind == "questions":
             runs = [(one.run, one.question.gpu) for one in best(question(name), count)]
         else:
-            runs = [(run_of(SETS[kind][name]), GPU)]
+            gpu = find_gpu(name.partition("@")[2] or GPU.name)
+            runs = [(run_of(SETS[kind][name], gpu), gpu)]
         known = {run_from_json(row["run"]): row for row in rows[kind, name] if missing}
         rows[kind, name] = []
         for place, (run, gpu) in enumerate(runs, 1):
@@ -317,7 +319,7 @@ def show(table: str, rows: Iterable[Row]) -> None:
         TABLES[table](found)
 
 
-TABLES = {"time": time_table, "memory": memory_table, "questions": question_table}
+TABLES = {"time": time_table, "held-out": time_table, "memory": memory_table, "questions": question_table}
 
 
 def account(name: str, gpu: Gpu) -> str:
