@@ -13,7 +13,7 @@ from tests.interop.described import configs, random_model
 from tests.interop.make_golden import GOLDEN, tokens
 
 DESCRIBED = GOLDEN / "described"
-QUICK = ("gemma2", "olmo3", "cohere2", "phi3", "granite", "qwen2_moe", "gpt_oss")
+QUICK = ("gemma2", "olmo3", "cohere2", "phi3", "granite", "qwen2_moe", "gpt_oss", "mamba2", "qwen3_next")
 LAYERS = 3
 
 

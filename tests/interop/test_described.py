@@ -45,8 +45,8 @@ LAYOUTS = {
     "ZeRO-3": dict(data=2, pipe=2, zero=3),
     "context 2": dict(context=2, pipe=2),
 }
-# Ring attention has no soft caps and no sinks, and needs stages with one order of dense and sparse layers.
-WITHOUT_CONTEXT = ("gemma2", "glm4_moe", "gpt_oss", "qwen2_moe")
+# Ring attention has no soft caps, sinks and states, and needs stages with one order of dense and sparse layers.
+WITHOUT_CONTEXT = ("gemma2", "glm4_moe", "gpt_oss", "qwen2_moe", "mamba2", "qwen3_next")
 CASES = [
     (family, layout)
     for family in FAMILIES

@@ -55,7 +55,7 @@ def golden(family: str):
     return model, params, np.load(directory / "logits.npy")
 
 
-SLOW = ("phi3", "granite", "qwen2_moe", "gpt_oss")  # the last one is cached below
+SLOW = ("phi3", "granite", "qwen2_moe", "gpt_oss", "mamba2")  # the last one is cached below
 
 
 @pytest.mark.parametrize("family", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in QUICK])

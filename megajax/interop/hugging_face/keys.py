@@ -122,6 +122,7 @@ class Family:
       write: its keys from the configuration.
       config: the type of the configuration.
       has_experts: whether its blocks have experts.
+      free: fields that no key has.
     """
 
     name: str
@@ -130,3 +131,4 @@ class Family:
     write: Callable[[Any], dict[str, Any]]
     config: type[ModelConfig] = ModelConfig
     has_experts: bool = False
+    free: tuple[str, ...] = ()

@@ -8,6 +8,8 @@ A leaf of one layer consists of pieces, each of them a tensor of Hugging Face's 
     e a second axis of size hidden   t token types   o the orders of two segments (2)   c classes
     l layers   x experts   w feedforward of dense layers between sparse ones   y feedforward of the shared expert
     z gate and up (2)   u an axis of size 1 that a tensor has too
+    G groups of a recurrent mixer   H its heads, R in a group   P elements of a head's value, J of all in a group
+    N elements of a key   K of its convolution   W query, key, value and gate of a group   B two steps of its heads
 
 `Piece("self_attn.q_proj.weight", "gnd h", "hgnd", QUERIES)` is a matrix of (g n d) rows and h columns, and in the leaf
 [h, g, n + 2, d] the part [:, :, :-2]. torch's Linear stores [outputs, inputs], GPT-2's Conv1D [inputs, outputs].
@@ -99,6 +101,7 @@ class Table:
 def axis_sizes(model: ModelConfig) -> dict[str, int]:
     """The size of each letter's axis."""
     return {
+        **_recurrent_sizes(model),
         "h": model.hidden,
         "f": model.feedforward_size,
         "w": model.of_kind(DENSE).feedforward_size,
@@ -121,6 +124,13 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "l": model.layers,
         "x": model.experts,
     }
+
+
+def _recurrent_sizes(model: ModelConfig) -> dict[str, int]:
+    groups, size, state = model.recurrent_groups, model.state_head_size, model.recurrent_state
+    each = model.state_heads // groups
+    sizes = {"G": groups, "R": each, "P": size, "J": each * size, "N": state, "K": model.recurrent_convolution}
+    return sizes | {"H": model.state_heads, "W": 2 * (state + each * size), "B": 2 * each}
 
 
 def tensor_shape(piece: Piece, sizes: Mapping[str, int]) -> tuple[int, ...]:
