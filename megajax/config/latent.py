@@ -8,7 +8,14 @@ __all__ = ["LatentSizes", "check_latent", "latent_parameters", "latent_sizes"]
 
 SIZES = {"query_latent": 0, "rotary_head_size": None, "value_head_size": None}
 # Fields that queries, keys and values from latents do not have, with their legal values.
-FIXED = {"attention_sinks": False, "query_key_norm": False, "query_growth": 0.0, "lora": 0, "rotary_fraction": 1.0}
+FIXED = {
+    "attention_sinks": False,
+    "attention_gate": False,
+    "query_key_norm": False,
+    "query_growth": 0.0,
+    "lora": 0,
+    "rotary_fraction": 1.0,
+}
 
 
 class LatentSizes(NamedTuple):

@@ -19,8 +19,10 @@ __all__ = [
     "SPARSE",
     "check_kinds_parallel",
     "check_layer_kinds",
+    "joined",
     "layer_kinds",
     "model_kinds",
+    "parts_of",
     "pattern_of",
     "period_of",
     "read_pattern",
@@ -36,6 +38,19 @@ DEPTH, DIGITS = 16, 10  # fewer digits than these, and no more parentheses in on
 def layer_kinds(model: Any) -> tuple[str, ...] | None:
     """The kind of each layer of a model's configuration; None if all are of one kind."""
     return getattr(model, "layer_kinds", None)
+
+
+def joined(mixers: tuple[str, ...] | None, mlps: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """The kind of each layer from its mixer and its kind of MLP; None: all are alike."""
+    if mixers is None or mlps is None:
+        return mixers or mlps
+    return tuple(f"{mixer}_{mlp}" for mixer, mlp in zip(mixers, mlps, strict=True))
+
+
+def parts_of(kind: str, mixers: tuple[str, ...]) -> tuple[str, str]:
+    """The mixer and the kind of MLP in a kind of layers, "" for what all layers have alike."""
+    mixer = next((one for one in mixers if kind.startswith(one)), "")
+    return mixer, kind.removeprefix(mixer).removeprefix("_")
 
 
 def read_pattern(text: str, layers: int) -> tuple[str, ...]:
@@ -120,7 +135,8 @@ def check_kinds_parallel(model: Any, parallel: Any) -> None:
     """
     if not (kinds := layer_kinds(model)):
         return
-    given = f"{kinds.count(DENSE)} of layers = {model.layers} are dense"
+    kind = DENSE if DENSE in kinds else kinds[0]
+    given = f"{kinds.count(kind)} of layers = {model.layers} are {kind}"
     if parallel.recompute_blocks > 1:
         raise ConfigError(
             f"recompute_blocks = {parallel.recompute_blocks} recomputes groups of equal layers, but {given}: pass "

@@ -26,8 +26,10 @@ __all__ = [
     "VARYING",
     "check_layer_pattern",
     "layer_pattern_of",
+    "KIND_FIELDS",
     "variant_numbers",
     "variants",
+    "without_field",
     "words_of",
 ]
 
@@ -38,6 +40,7 @@ VARYING = (
     *("rotary_low_frequency", "rotary_high_frequency", "rotary_beta_fast", "rotary_beta_slow", "rotary_truncate"),
     "rotary_attention_factor",
 )
+KIND_FIELDS = (*VARYING, "mixer")  # mixers have other parameters: layers of each are stacked apart
 PART = re.compile(r"([A-Za-z_]\w*)(?:\*([1-9]\d{0,4}))?")
 FIELD = re.compile(r"([A-Za-z_]\w*)\.(\w+)=(.*)")
 READERS = {
@@ -56,7 +59,7 @@ def variants(model: Any) -> tuple[Any, ...]:
     Raises:
         ConfigError: the pattern or the fields of a kind cannot be read.
     """
-    return _variants(model)[0]
+    return _variants(model)[0] if model.layer_pattern != NO_PATTERN else (model,)
 
 
 def variant_numbers(model: Any) -> tuple[int, ...]:
@@ -104,10 +107,10 @@ def _read_fields(model: Any) -> dict[str, dict[str, Any]]:
                 f"pass --kind-fields {min(kinds)}.sliding_window=1024."
             )
         kind, name, word = found.groups()
-        if name not in VARYING:
+        if name not in KIND_FIELDS:
             raise ConfigError(
-                f"kind_fields = {shown(text)}: {name} cannot differ between kinds ({near(name, VARYING).rstrip('.')}): pass "
-                f"--kind-fields with {', '.join(VARYING)}."
+                f"kind_fields = {shown(text)}: {name} cannot differ between kinds ({near(name, KIND_FIELDS).rstrip('.')}): "
+                f"pass --kind-fields with {', '.join(KIND_FIELDS)}."
             )
         own.setdefault(kind, {})[name] = _value(fields[name], word, text)
     return own
@@ -155,6 +158,12 @@ def check_layer_pattern(model: Any) -> None:
         )
     for one in each:
         one.validate()
+
+
+def without_field(model: Any, name: str) -> dict[str, Any]:
+    """The pattern and the fields of kinds of a model, without one field of all kinds."""
+    kept = tuple(text for text in model.kind_fields if FIELD.fullmatch(text)[2] != name)
+    return {"kind_fields": kept, "layer_pattern": model.layer_pattern if kept else NO_PATTERN}
 
 
 def layer_pattern_of(kinds: Sequence[str]) -> str:

@@ -8,10 +8,11 @@ from typing import ClassVar
 from megajax.config.errors import ConfigError, divisors, multiples, one_of
 from megajax.config.experts import ONLY_WITH_EXPERTS, check_experts, expert_parameters
 from megajax.config.fields import check_fields, setting
-from megajax.config.latent import check_latent, latent_parameters
-from megajax.config.layer_kinds import DENSE, check_layer_kinds, model_kinds
-from megajax.config.layer_pattern import NO_PATTERN, check_layer_pattern, variants
+from megajax.config.latent import check_latent
+from megajax.config.layer_kinds import DENSE, check_layer_kinds, joined, model_kinds, parts_of
+from megajax.config.layer_pattern import NO_PATTERN, check_layer_pattern, variant_numbers, variants, without_field
 from megajax.config.lora import check_lora, lora_parameters
+from megajax.config.mixers import MIXERS, check_mixer, mixer_parameters
 from megajax.config.model_split import check_split
 from megajax.config.parallel import ParallelConfig
 from megajax.config.rotary import check_rotary
@@ -32,7 +33,9 @@ class ModelConfig:
     kv_heads: int | None = setting(
         None, "key and value heads; grouped-query attention if fewer than heads", shown_default="heads"
     )
-    feedforward: int | None = setting(None, "inner width of the MLP, or of each expert", shown_default="4 * hidden")
+    feedforward: int | None = setting(
+        None, "inner width of the MLP, or of each expert; 0: blocks have no MLP", low=0, shown_default="4 * hidden"
+    )
     vocabulary: int = setting(MISSING, "tokens of the vocabulary, before padding (see padded_vocabulary)")
     sequence_length: int = setting(MISSING, "tokens in a training sample")
     dropout: float = setting(
@@ -62,6 +65,16 @@ class ModelConfig:
         "fields that a kind has of its own: local.sliding_window=1024,global.rotary_base=1e6",
         metavar="KIND.FIELD=VALUE,...",
     )
+    mixer: str = setting("attention", "what mixes the tokens of a block", MIXERS)
+    recurrent_heads: int | None = setting(None, "heads of a recurrent mixer", shown_default="heads")
+    recurrent_head_size: int | None = setting(None, "elements of such a head's values", shown_default="head_size")
+    recurrent_groups: int = setting(1, "groups of such heads, which share queries and keys")
+    recurrent_state: int = setting(
+        128, "elements of such a query or key; a head's state has head_size * recurrent_state"
+    )
+    recurrent_convolution: int = setting(4, "tokens that the convolution before a recurrent mixer reads")
+    recurrent_chunk: int = setting(64, "tokens of a chunk, within which a recurrent mixer has no loop")
+    attention_gate: bool = setting(False, "attention's result is multiplied by a sigmoid of the token (Qwen3-Next)")
     positions: str = setting(
         "learned", "a learned table added to the embedding, rotary, or none", ("learned", "rotary", "none")
     )
@@ -212,6 +225,21 @@ class ModelConfig:
         return self.rotary_head_size or int(self.head_dimension * self.rotary_fraction)
 
     @property
+    def state_heads(self) -> int:
+        """Heads of a recurrent mixer."""
+        return self.heads if self.recurrent_heads is None else self.recurrent_heads
+
+    @property
+    def state_head_size(self) -> int:
+        """Elements of such a head's values."""
+        return self.head_dimension if self.recurrent_head_size is None else self.recurrent_head_size
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """The mixers of the layers' kinds, each once."""
+        return tuple(dict.fromkeys(one.mixer for one in variants(self)))
+
+    @property
     def has_qkv_biases(self) -> bool:
         """Whether queries, keys and values add a bias."""
         return self.biases if self.qkv_biases is None else self.qkv_biases
@@ -229,7 +257,7 @@ class ModelConfig:
     @property
     def block_norms(self) -> int:
         """Norms of the residual stream in a block."""
-        return {"both": 4, "parallel": 1}.get(self.norm_placement, 2)
+        return {"both": 4, "parallel": 1}.get(self.norm_placement, 2 if self.feedforward_size else 1)
 
     @property
     def is_gated(self) -> bool:
@@ -259,18 +287,28 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[str, ...] | None:
-        """The kind of each layer, "dense" or "sparse", of a model that has both; None: all layers are alike."""
+        """The kind of each layer, of layers whose parameters differ; None: those of all are alike.
+
+        "dense" or "sparse", the mixer, or both.
+        """
+        mixers, each = None, variants(self)
+        if len(self.mixers) > 1:
+            mixers = tuple(each[n].mixer for n in variant_numbers(self))
         kinds = model_kinds(self) if self.experts else ()
-        return kinds if len(set(kinds)) > 1 else None
+        return joined(mixers, kinds if len(set(kinds)) > 1 else None)
 
     def of_kind(self, kind: str | None) -> "ModelConfig":
         """The configuration of a model all of whose layers are as those of one kind; `layers` stays. None: itself."""
         if kind is None:
             return self
+        mixer, mlp = parts_of(kind, MIXERS)
         changes = {"dense_layers": 0, "moe_layer_freq": "1", "dense_feedforward": None}
-        if kind == DENSE:
+        if mixer:
+            changes |= {"mixer": mixer} | without_field(self, "mixer")
+        if mlp == DENSE:
             width = self.feedforward if self.dense_feedforward is None else self.dense_feedforward
-            changes |= {"experts": 0, "feedforward": width} | dict.fromkeys(ONLY_WITH_EXPERTS, 0)
+            changes |= {"experts": 0, "feedforward": width}
+            changes |= {name: type(getattr(self, name))(0) for name in ONLY_WITH_EXPERTS}
         return dataclasses.replace(self, **changes)
 
     @property
@@ -281,20 +319,17 @@ class ModelConfig:
         """
         bias = int(self.biases)
         norm = self.hidden * (1 + (bias if self.norm == "layernorm" else 0))
-        size = self.head_dimension
-        query_key_value = (self.heads + 2 * self.key_value_heads) * size
-        attention = (self.hidden + int(self.has_qkv_biases)) * query_key_value
-        attention += (self.heads * size + int(self.has_output_biases)) * self.hidden + self.query_key_norm_parameters
-        attention += self.heads * int(self.attention_sinks)
-        attention = sum(latent_parameters(self)) if self.kv_latent else attention
+        mixers = [mixer_parameters(one) for one in variants(self)]
+        mixers = sum(mixers[n] for n in variant_numbers(self)) if len(mixers) > 1 else self.layers * mixers[0]
         into_mlp = 2 if self.is_gated else 1
         dense, width = self._dense_layers if self.experts else self.layers, self.of_kind(DENSE).feedforward_size
-        mlp = dense * (into_mlp * (self.hidden + bias) * width + (width + bias) * self.hidden)
+        mlp = dense * (into_mlp * (self.hidden + bias) * width + (width + bias) * self.hidden) if width else 0
         mlp += (self.layers - dense) * expert_parameters(self) if self.experts else 0
         position_table = self.sequence_length * self.hidden if self.positions == "learned" else 0
         token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
         return (
-            self.layers * (attention + self.block_norms * norm)
+            mixers
+            + self.layers * self.block_norms * norm
             + mlp
             + position_table
             + token_tables
@@ -321,7 +356,7 @@ class ModelConfig:
     @property
     def _dense_layers(self) -> int:
         """Layers without experts, of a model with experts."""
-        return (self.layer_kinds or ()).count(DENSE)
+        return sum(parts_of(kind, MIXERS)[1] == DENSE for kind in self.layer_kinds or ())
 
     def validate(self) -> None:
         """Checks the model's own shape.
@@ -342,6 +377,7 @@ class ModelConfig:
                 f"pass {one_of('kv_heads', divisors(self.heads), self.key_value_heads)}."
             )
         check_latent(self)
+        check_mixer(self)
         check_rotary(self)
         check_experts(self)
         check_layer_kinds(self)

@@ -6,6 +6,7 @@ from typing import Any
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
 from megajax.config.experts import check_expert_parallel
 from megajax.config.layer_kinds import DENSE, check_kinds_parallel
+from megajax.config.mixers import check_mixer_parallel
 from megajax.config.parallel import ParallelConfig
 
 __all__ = ["can_exchange", "check_split", "heads_of_device"]
@@ -22,6 +23,7 @@ def check_split(model: Any, parallel: ParallelConfig) -> None:
     """
     check_expert_parallel(model, parallel)
     check_kinds_parallel(model, parallel)
+    recurrent = check_mixer_parallel(model, parallel)
     if parallel.context > 1 and model.unfused_attention:
         raise ConfigError(
             f"{model.unfused_attention} = {getattr(model, model.unfused_attention)} is not computed by the kernels of "
@@ -45,6 +47,7 @@ def check_split(model: Any, parallel: ParallelConfig) -> None:
     if groups % parallel.tensor and parallel.tensor % groups == 0 and "tensor_overlap" not in parallel.rings:
         split["head_size"] = model.head_dimension  # each rank has a copy of a key and value head
         del split["kv_heads"]
+    split |= recurrent
     if model.experts and model.shared_feedforward:
         split["shared_feedforward"] = model.shared_feedforward
     if model.layer_kinds:

@@ -55,6 +55,25 @@ GPT_OSS = {
     "rotary_original_length": 4096,
     "rotary_truncate": False,
 }
+QWEN3_NEXT = {
+    "head_size": 256,
+    "norm_offset": True,
+    "query_key_norm": True,
+    "attention_gate": True,
+    "rotary_fraction": 0.25,
+    "rotary_base": 1e7,
+    "norm_epsilon": 1e-6,
+    "experts": 512,
+    "experts_per_token": 10,
+    "shared_feedforward": 512,
+    "shared_gate": True,
+    "balance_loss": 0.001,
+    "layer_pattern": "linear*3,full",
+    "kind_fields": ("linear.mixer=gated_delta",),
+    "recurrent_heads": 32,
+    "recurrent_head_size": 128,
+    "recurrent_groups": 16,
+}
 QWEN2_MOE = {"qkv_biases": True, "shared_gate": True, "router_normalize": False, "rotary_base": 1e6}
 QWEN2_MOE |= {"norm_epsilon": 1e-6, "balance_loss": 0.001}
 
@@ -203,6 +222,14 @@ RELEASED_OTHERS: dict[str, dict[str, Any]] = {
     "qwen2-57b-a14b": _model(
         28, 3584, 28, 4, 2560, 151936, **QWEN2_MOE, experts=64, experts_per_token=8, shared_feedforward=20480
     ),
+    # Mamba-2, 2405.21060; its vocabulary padded as in its files.
+    "mamba2-2.7b": {
+        **{"layers": 64, "hidden": 2560, "heads": 80, "head_size": 64, "feedforward": 0, "vocabulary": 50288},
+        **{"sequence_length": 2048, "mixer": "mamba2", "recurrent_chunk": 256, "positions": "none", "norm": "rmsnorm"},
+        **{"biases": False, "tied_embeddings": True},
+    },
+    # Qwen3-Next: three layers of four have the gated delta rule.
+    "qwen3-next-80b-a3b": _model(48, 2048, 16, 2, 512, 151936, **QWEN3_NEXT),
     # GLM-4.5 Air, 2508.06471 table 1.
     "glm4.5-air": _model(
         46,

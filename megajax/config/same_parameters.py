@@ -6,6 +6,7 @@ from typing import Any
 
 from megajax.config.bert import BertConfig
 from megajax.config.layer_kinds import model_kinds
+from megajax.config.layer_pattern import variant_numbers, variants
 from megajax.config.lora import lora_targets
 from megajax.config.model import ModelConfig
 
@@ -58,10 +59,15 @@ def _parameters(model: ModelConfig) -> dict[str, Any]:
         "biases": (model.biases, model.has_qkv_biases, model.has_output_biases, model.attention_sinks),
         "norm_placement": model.norm_placement,
         "norm": model.norm == "layernorm" and model.biases,
+        "attention_gate": model.attention_gate,
         "query_key_norm": model.query_key_norm and model.query_key_norm_over,
         "experts": model.experts,
         "lora": (model.lora, lora_targets(model.of_kind("dense") if model.layer_kinds else model)),
     }
+    if model.mixers != ("attention",):
+        kinds = [variants(model)[n].mixer for n in variant_numbers(model)]
+        states = model.state_heads, model.state_head_size, model.recurrent_groups, model.recurrent_state
+        found["mixer"] = (kinds, *states, model.recurrent_convolution)
     if model.experts:
         dense = model.of_kind("dense").feedforward_size if model.layer_kinds else None
         found["experts"] = (model.experts, model_kinds(model), dense, model.shared_feedforward)

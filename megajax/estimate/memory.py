@@ -324,13 +324,14 @@ def _workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     split = tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
     whole = item * rows_of(model, parallel) * model.hidden
     logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, split) // split
+    scratch = samples * tokens * max(kind.scratch for _, kind in model.layers_of_kinds) // tensor
     if model.experts is not None and parallel.attention in FUSED:
-        return _expert_workspace(run, item) + logits + whole
+        return _expert_workspace(run, item) + scratch + logits + whole
     if parallel.attention in FUSED:
-        return max(_block_workspace(run, item), logits + 3 * whole)
+        return max(_block_workspace(run, item) + scratch, logits + 3 * whole)
     gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
     heads = model.attention.heads if model.attention else 0
-    return max(gradients + item * 4 * samples * heads * tokens * tokens // tensor, logits)
+    return max(gradients + item * 4 * samples * heads * tokens * tokens // tensor + scratch, logits)
 
 
 def _block_workspace(run: RunConfig, item: int) -> int:

@@ -340,13 +340,13 @@ class Decoder:
 
     def cache_bytes(self) -> int:
         """Bytes of the caches on one device."""
-        total = 0
-        specs = self.program.cache_specs(1)[0]
-        arrays = self.model.cache_arrays(self.sizes.samples // self.groups, self.sizes.slots)
-        for name, array in arrays.items():
-            shape = (self.groups, self.groups, *array.shape)
-            shard = NamedSharding(self.mesh, specs[name]).shard_shape(shape)
-            total += self.where.slots * int(np.prod(shard)) * jnp.dtype(array.dtype).itemsize
+        total, slots = 0, self.where.slots
+        each = self.program.cached(slots, self.sizes.samples // self.groups)
+        for arrays, specs in zip(each, self.program.cache_specs(slots), strict=True):
+            for name, array in arrays.items():
+                shape = (self.groups, self.groups, *array.shape)
+                shard = NamedSharding(self.mesh, specs[name]).shard_shape(shape)
+                total += int(np.prod(shard)) * jnp.dtype(array.dtype).itemsize
         return total
 
     def _place(self, array: np.ndarray) -> jax.Array:

@@ -236,6 +236,8 @@ class ModelCosts:
       kinds: of a model whose layers are of several kinds, the number of layers of each kind and the costs of a model of that
         kind alone; `block` and all else about a block are then those of one kind, the one with experts, and the estimate
         adds up the kinds (`estimate/kinds.py`).
+      scratch: bytes for each token that are live only in a block's backward, beside those of matmuls and attention; split
+        over tensor.
     """
 
     layers: int
@@ -253,6 +255,7 @@ class ModelCosts:
     head: tuple[Matmul, ...] = ()
     experts: Experts | None = None
     kinds: tuple[tuple[int, "ModelCosts"], ...] = ()
+    scratch: int = 0
 
     @property
     def layers_of_kinds(self) -> tuple[tuple[int, "ModelCosts"], ...]:

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 
 from megajax.config import ModelConfig, padded_vocabulary
-from megajax.config.layer_kinds import SPARSE
 from megajax.config.lora import is_base
 from megajax.models import moe, remat
 from megajax.models.costs import ModelCosts
@@ -24,6 +23,7 @@ from megajax.models.ids import Ids
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
 from megajax.models.mixers.attention import cache_arrays, with_rotary_table
 from megajax.models.mixers.latent import latent_cache
+from megajax.models.mixers.recurrent import state_arrays
 from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.models.norms import Norm
 from megajax.models.transformer import Block
@@ -175,8 +175,10 @@ class GPT(NNXModel):
 
     @property
     def measured_kind(self) -> str | None:
-        """Only sparse layers have routers."""
-        return SPARSE if self.config.layer_kinds else None
+        """The kind of layers that has experts; None: all have, or several kinds."""
+        kinds = sorted(set(self.config.layer_kinds or ()))
+        sparse = [kind for kind in kinds if self.config.of_kind(kind).experts]
+        return sparse[0] if len(sparse) == 1 else None
 
     def prepare_batch(self, batch: Microbatch) -> Microbatch:
         """With experts, also the samples' shares in the balance losses; a batch without "weights" has no losses."""
@@ -211,10 +213,18 @@ class GPT(NNXModel):
         return tokens | {"teacher_ids": Ids(config.vocabulary)} | learned
 
     def cache_arrays(self, samples: int, slots: int) -> Mapping[str, CachedArray]:
-        """Keys and values, or latents."""
-        if self.config.kv_latent:
-            return latent_cache(self.config, self.context.dtype, samples, slots)
-        return cache_arrays(self.config, self.context.dtype, samples, slots, self.context.tensor)
+        """Keys and values of attention, or its latents, and states of recurrent mixers; of several kinds all of these."""
+        config, dtype, found = self.config, self.context.dtype, {}
+        if "attention" in config.mixers:
+            own = latent_cache(config, dtype, samples, slots) if config.kv_latent else None
+            found |= own or cache_arrays(config, dtype, samples, slots, self.context.tensor)
+        if config.mixers != ("attention",):
+            found |= state_arrays(config, dtype, samples)
+        return found
+
+    def kind_cache_arrays(self, kind: str, samples: int, slots: int) -> Mapping[str, CachedArray]:
+        """Those of the kind's mixer."""
+        return type(self)(self.config.of_kind(kind), self.context).cache_arrays(samples, slots)
 
     def costs(self) -> ModelCosts:
         """By formula."""
@@ -227,8 +237,10 @@ class GPT(NNXModel):
         return self.merged_shared(shared).log_probabilities(y, tokens, temperature)
 
     @classmethod
-    def fusable_attention(cls, config: ModelConfig) -> FusableAttention:
-        """The heads' size and dropout, and the sliding windows."""
+    def fusable_attention(cls, config: ModelConfig) -> FusableAttention | None:
+        """The heads' size and dropout, and the sliding windows; None: no layer has attention."""
+        if "attention" not in config.mixers:
+            return None
         windows = config.attention_windows
         window = windows[0] if len(windows) == 1 else None
         more = {"differ": len(windows) > 1, "unfused": config.unfused_attention}

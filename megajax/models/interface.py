@@ -297,7 +297,7 @@ class PipelineModel(abc.ABC):
           layer: the block's index.
 
         Returns:
-          x for the next block; and the new tokens' part of the cache, arrays like `cache.arrays` with n slots.
+          x for the next block; and the new tokens' part of the cache, like `cache.arrays` with n slots, or a new state.
         """
         raise ConfigError(f"{type(self).__name__} has no cached decoding (block_cached): it cannot generate text.")
 

@@ -46,7 +46,6 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.config import ModelConfig
 from megajax.config.batch_ramp import PADDING
 from megajax.config.experts import expert_tokens
-from megajax.config.layer_kinds import SPARSE
 from megajax.models.feedforward import FeedForward, activate
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
@@ -59,6 +58,7 @@ __all__ = ["SCALED", "Experts", "Router", "balance_arrays", "move_biases", "take
 Tree = Any
 SCALED = ("counted_samples", "sample_shares", "token_shares")  # of `balance_arrays`
 LOSSES = ("balance_loss", "router_z_loss")
+ONE = ""  # the kind of layers that are all of one
 MEASURED = {"bias", "losses"}  # parameters of a router whose gradients are measured values
 
 
@@ -272,35 +272,51 @@ def take_measurements(gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
     """Separates what `report` returned from the gradients of the parameters.
 
     Args:
-      gradients: like the parameters, blocks [..., n]; with dense layers too, the sparse ones are in blocks["sparse"].
+      gradients: like the parameters, blocks [..., n], or {kind: those}.
 
     Returns:
       (the gradients, with zeros for the router's `bias` and `losses`; "expert_load" [..., E], the choices of each expert in
       the global batch, and "router_losses" [..., 2], balance loss and z-loss without coefficients, of each layer; with
-      capacity also "dropped_choices" [...], how many of them were dropped). No values if one of the two is frozen.
+      capacity also "dropped_choices" [...], how many of them were dropped). No values if one of the two is frozen. If
+      several kinds of layers have experts, a value is {kind: array}.
     """
-    router = _sparse(gradients["blocks"])["feedforward"]["router"]
-    if not MEASURED <= router.keys():
-        return _with_router(gradients, {name: jnp.zeros_like(router[name]) for name in router.keys() & MEASURED}), {}
-    zeros = {name: jnp.zeros_like(router[name]) for name in ("bias", "losses")}
-    measured = {"expert_load": router["bias"], "router_losses": router["losses"][..., : len(LOSSES)]}
-    if router["losses"].shape[-1] > len(LOSSES):
-        measured["dropped_choices"] = router["losses"][..., len(LOSSES)]
-    return _with_router(gradients, zeros), measured
+    routers = _routers(gradients["blocks"])
+    zeros = {kind: {name: jnp.zeros_like(own[name]) for name in own.keys() & MEASURED} for kind, own in routers.items()}
+    if not all(MEASURED <= own.keys() for own in routers.values()):
+        return _with_routers(gradients, zeros), {}
+    losses = {kind: own["losses"] for kind, own in routers.items()}
+    measured = {
+        "expert_load": {kind: own["bias"] for kind, own in routers.items()},
+        "router_losses": {kind: values[..., : len(LOSSES)] for kind, values in losses.items()},
+    }
+    if next(iter(losses.values())).shape[-1] > len(LOSSES):
+        measured["dropped_choices"] = {kind: values[..., len(LOSSES)] for kind, values in losses.items()}
+    alone = lambda of: of if len(of) > 1 else next(iter(of.values()))  # noqa: E731
+    return _with_routers(gradients, zeros), {name: alone(of) for name, of in measured.items()}
 
 
-def move_biases(updates: Tree, loads: jax.Array, rate: float) -> Tree:
+def move_biases(updates: Tree, loads: Tree, rate: float) -> Tree:
     """The addends to the parameters, with those of the balancing biases: rate * sign(mean load - load)."""
-    return _with_router(updates, {"bias": rate * jnp.sign(loads.mean(-1, keepdims=True) - loads)})
+    kinds = list(_routers(updates["blocks"]))
+    loads = loads if len(kinds) > 1 else {kinds[0]: loads}
+    moved = {kind: {"bias": rate * jnp.sign(load.mean(-1, keepdims=True) - load)} for kind, load in loads.items()}
+    return _with_routers(updates, moved)
 
 
-def _with_router(tree: Tree, changed: dict[str, jax.Array]) -> Tree:
-    sparse = _sparse(blocks := tree["blocks"])
-    router = {**sparse["feedforward"]["router"], **changed}
-    sparse = {**sparse, "feedforward": {**sparse["feedforward"], "router": router}}
-    return {**tree, "blocks": {**blocks, SPARSE: sparse} if SPARSE in blocks else sparse}
+def _with_routers(tree: Tree, changed: dict[str, dict[str, jax.Array]]) -> Tree:
+    """`tree` with these parameters of the routers of each kind of layers."""
+
+    def replaced(block: Tree, new: dict[str, jax.Array]) -> Tree:
+        inner = block["feedforward"]
+        return {**block, "feedforward": {**inner, "router": {**inner["router"], **new}}}
+
+    blocks = tree["blocks"]
+    if ONE in changed:
+        return {**tree, "blocks": replaced(blocks, changed[ONE])}
+    return {**tree, "blocks": {**blocks, **{kind: replaced(blocks[kind], new) for kind, new in changed.items()}}}
 
 
-def _sparse(blocks: Tree) -> Tree:
-    """The blocks that have experts."""
-    return blocks.get(SPARSE, blocks)
+def _routers(blocks: Tree) -> dict[str, Tree]:
+    """The router of each kind of layers that has experts; of layers of one kind that of ONE."""
+    kinds = {ONE: blocks} if "feedforward" in blocks else blocks
+    return {kind: own["feedforward"]["router"] for kind, own in kinds.items() if "router" in own.get("feedforward", {})}

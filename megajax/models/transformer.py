@@ -23,6 +23,7 @@ from megajax.models.feedforward import FeedForward
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.mixers.attention import Attention
 from megajax.models.mixers.latent import LatentAttention
+from megajax.models.mixers.recurrent import GatedDelta, Mamba2
 from megajax.models.moe import Experts
 from megajax.models.nnx_model import named_key
 from megajax.models.norms import Norm
@@ -31,10 +32,13 @@ from megajax.ops.linear import RESIDUAL
 
 __all__ = ["Block"]
 
+MIXERS = {"attention": Attention, "mamba2": Mamba2, "gated_delta": GatedDelta}
+
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + feedforward(norm(x)), or with norms elsewhere.
 
+    In place of attention there may be another mixer, `config.mixer`; without `feedforward` the second part is missing.
     With `config.norm_placement` "post" x + norm(attention(x)), with "both" x + norm(attention(norm(x))), with "parallel"
     x + attention(norm(x)) + feedforward(norm(x)); with `config.post_norm`, of BERT, norm(x + attention(x)).
     """
@@ -45,14 +49,16 @@ class Block(nnx.Module):
         placement = config.norm_placement
         if placement != "post":
             self.attention_norm = Norm(config)
-        if placement in ("pre", "both"):
+        if placement in ("pre", "both") and config.feedforward_size:
             self.feedforward_norm = Norm(config)
         if placement in ("post", "both"):
             self.attention_output_norm, self.feedforward_output_norm = Norm(config), Norm(config)
-        mixer = LatentAttention if config.kv_latent else Attention
-        self.attention = mixer(config, named_key(key, "attention"), context)
+        name = "attention" if config.mixer == "attention" else "mixer"  # a parameter's name says what it is of
+        mixer = LatentAttention if name == "attention" and config.kv_latent else MIXERS[config.mixer]
+        setattr(self, name, mixer(config, named_key(key, name), context))
         inner = Experts if config.experts else FeedForward
-        self.feedforward = inner(config, named_key(key, "feedforward"), context)
+        if config.feedforward_size:
+            self.feedforward = inner(config, named_key(key, "feedforward"), context)
 
     def _split(self, y: jax.Array, name: str) -> jax.Array:
         """The normed residual, sharded by sequence before it is gathered, so that its gradient is reduce-scattered."""
@@ -81,8 +87,11 @@ class Block(nnx.Module):
         )
         post_norm, placement = self.config.post_norm, self.config.norm_placement
         y = x if post_norm or placement == "post" else self._split(self.attention_norm(x), "attention_input")
-        attended, entries = self.attention(y, microbatch, layer, dropout, cache, lora_drop)
+        mix = self.attention if self.config.mixer == "attention" else self.mixer
+        attended, entries = mix(y, microbatch, layer, dropout, cache, lora_drop)
         x = x + self._added("attention", attended, dropout)
+        if not self.config.feedforward_size:
+            return self.constrain(x, *RESIDUAL), entries
         if placement != "parallel":
             x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")
             norm = self.attention_norm if post_norm else None if placement == "post" else self.feedforward_norm

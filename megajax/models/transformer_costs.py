@@ -1,14 +1,15 @@
 """The costs of a decoder-only transformer (`models/transformer.py`, `models/gpt.py`), counted from its shape."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from megajax.config import ModelConfig
 from megajax.config.experts import expert_tokens
 from megajax.config.latent import latent_parameters, latent_sizes
-from megajax.config.layer_kinds import DENSE, SPARSE
 from megajax.config.layer_pattern import variant_numbers, variants
 from megajax.config.lora import ROW, TARGETS, adapter_sizes, lora_targets
+from megajax.config.mixers import mixer_parameters
 from megajax.models.costs import Attention, Elementwise, Experts, KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
 
@@ -20,23 +21,30 @@ COLUMN = ("column", ("full",))  # of a matmul from the block's input
 def transformer_costs(config: ModelConfig) -> ModelCosts:
     """The costs of a decoder-only transformer (`models/transformer.py`, `models/gpt.py`), counted from its shape."""
     if config.layer_kinds:
-        kinds = {kind: transformer_costs(config.of_kind(kind)) for kind in (DENSE, SPARSE)}
+        kinds = {kind: transformer_costs(config.of_kind(kind)) for kind in sorted(set(config.layer_kinds))}
         counted = tuple((config.layer_kinds.count(kind), costs) for kind, costs in kinds.items())
-        return dataclasses.replace(kinds[SPARSE], kinds=counted)
+        first = max(kinds.values(), key=lambda one: (one.experts is not None, one.attention is not None))
+        return dataclasses.replace(first, kinds=counted)
     hidden, size = config.hidden, config.head_dimension
-    heads, groups, qkv_bias = config.heads * size, config.key_value_heads * size, int(config.has_qkv_biases)
-    query_key_value, latent = heads + 2 * groups, latent_sizes(config) if config.kv_latent else None
-    attention = Parameters(
-        split=(hidden + qkv_bias) * query_key_value + hidden * heads + config.heads * int(config.attention_sinks),
-        whole=hidden * int(config.has_output_biases),
-    )
+    heads, groups = config.heads * size, config.key_value_heads * size
+    query_key_value = heads * (2 if config.attention_gate else 1) + 2 * groups
+    is_attention, has_mlp = config.mixer == "attention", config.feedforward_size > 0
+    latent = latent_sizes(config) if is_attention and config.kv_latent else None
+    joined = config.heads * config.value_dimension
     if latent:
         query_key_value = config.heads * (2 * latent.plain + latent.rotated + latent.value)
-        attention = Parameters(*latent_parameters(config))
-    joined = config.heads * config.value_dimension
+    if not is_attention:
+        joined = heads = config.state_heads * config.state_head_size
+        steps = config.state_heads * (1 if config.mixer == "mamba2" else 2)
+        query_key_value = 2 * heads + 2 * config.recurrent_groups * config.recurrent_state + steps
     norm = hidden * (2 if config.norm == "layernorm" and config.biases else 1)
     mlp, adapters = _mlp_costs(config), _adapter_parameters(config)
     over_heads = config.query_key_norm_over == "projection"  # then its scales are split as the heads are
+    mixer_whole = hidden * int(config.has_output_biases) + (not over_heads) * config.query_key_norm_parameters
+    if latent:
+        mixer_whole = latent_parameters(config)[1]
+    if not is_attention:
+        mixer_whole = config.state_head_size if config.mixer == "gated_delta" else 0
     return ModelCosts(
         layers=config.layers,
         hidden=hidden,
@@ -45,6 +53,7 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         matmuls=(
             *(_latent_matmuls(config) if latent else [Matmul("query_key_value", hidden, query_key_value, *COLUMN)]),
             Matmul("attention_output", joined, hidden, "row", ("full",)),
+            *_scan_matmuls(config),
             *mlp.matmuls,
             *_adapter_matmuls(config),
         ),
@@ -60,21 +69,16 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             unfused=config.unfused_attention,
             value_size=config.value_dimension,
             gathered=latent.down + (0 if latent.query else hidden) if latent else None,
-        ),
+        )
+        if is_attention
+        else None,
         block=Parameters(
-            split=attention.split
-            + mlp.parameters.split
-            + adapters.split
-            + over_heads * config.query_key_norm_parameters,
-            whole=attention.whole
-            + config.block_norms * norm
-            + mlp.parameters.whole
-            + adapters.whole
-            + (not over_heads) * config.query_key_norm_parameters,
+            split=mixer_parameters(config) - mixer_whole + mlp.parameters.split + adapters.split,
+            whole=mixer_whole + config.block_norms * norm + mlp.parameters.whole + adapters.whole,
         ),
         shared=Parameters(whole=(config.sequence_length * hidden if config.positions == "learned" else 0) + norm),
         vocabulary_width=hidden * (1 if config.tied_embeddings else 2),
-        kept=_kept_by_transformer(config, query_key_value, mlp),
+        kept=_kept_by_transformer(config, query_key_value, joined, mlp),
         kept_for_weights=(
             KeptValue("gradients of query_key_value and mlp_in", query_key_value + mlp.dense_up, split="tensor"),
             KeptValue("gradients of experts_in", mlp.up - mlp.dense_up, split="tensor", routed=True),
@@ -87,13 +91,18 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             KeptValue("activation", 2 * mlp.inner, split="tensor", modes=("full",), itemsize=4),
         ),
         elementwise=Elementwise(
-            residual_passes=2 * config.block_norms + 2 * 3,  # norms (read, write), two additions (read two, write)
+            residual_passes=2 * config.block_norms
+            + (1 + has_mlp) * 3,  # norms (read, write), additions (read two, write)
             masks=2,
             # the activation function; queries, keys and values (read, write); and the norm of queries and keys
-            inner=mlp.up + mlp.inner + 2 * query_key_value + 2 * (heads + groups) * int(config.query_key_norm),
+            inner=mlp.up
+            + mlp.inner
+            + 2 * query_key_value
+            + (2 * (heads + groups) * int(config.query_key_norm) if is_attention else 4 * heads + 2 * query_key_value),
             whole=2 * 2 * mlp.rows * hidden,  # dispatch and combine (read, write)
         ),
         experts=mlp.experts,
+        scratch=_scan_scratch(config),
     )
 
 
@@ -112,6 +121,35 @@ def _latent_matmuls(config: ModelConfig) -> list[Matmul]:
         Matmul("key_value_down", config.hidden, one.key_value + one.rotated, "sequence", ("full",)),
         Matmul("key_value_up", one.key_value, keys_values, "column", again),
     ]
+
+
+def _scan_matmuls(config: ModelConfig) -> tuple[Matmul, ...]:
+    """The products of a recurrent mixer, as one of as many multiply-adds for a token; a backward does them again."""
+    if config.mixer == "attention":
+        return ()
+    heads, groups, size, state = (
+        config.state_heads,
+        config.recurrent_groups,
+        config.state_head_size,
+        config.recurrent_state,
+    )
+    length = min(config.recurrent_chunk, config.sequence_length)
+    count = groups * length * state + heads * (length * size + 2 * state * size)
+    if config.mixer == "gated_delta":
+        levels = math.ceil(math.log2(length)) if length > 1 else 0
+        count += groups * length * state + heads * (2 * levels * length**2 + length * (size + state) + state * size)
+    return (Matmul("state_scan", round(count / (heads * size)), heads * size, "column", tuple(MODES)),)
+
+
+def _scan_scratch(config: ModelConfig) -> int:
+    """Bytes for each token that a recurrent mixer's backward has: fp32 arrays of pairs in a chunk, values and states."""
+    if config.mixer == "attention":
+        return 0
+    heads, size, state = config.state_heads, config.state_head_size, config.recurrent_state
+    length = min(config.recurrent_chunk, config.sequence_length)
+    arrays = 6 if config.mixer == "mamba2" else 10
+    values = heads * size + 2 * config.recurrent_groups * state
+    return 4 * (arrays * heads * length + 8 * values + 3 * heads * size * state // length)
 
 
 def _norms_results(config: ModelConfig) -> bool:
@@ -209,7 +247,9 @@ def _mlp_costs(config: ModelConfig) -> _MlpCosts:
     )
 
 
-def _kept_by_transformer(config: ModelConfig, query_key_value: int, mlp: _MlpCosts) -> tuple[KeptValue, ...]:
+def _kept_by_transformer(
+    config: ModelConfig, query_key_value: int, joined: int, mlp: _MlpCosts
+) -> tuple[KeptValue, ...]:
     """The named values of `models/remat.py`, with the modes that keep them."""
 
     def value(name: str, per_token: int = 0, split: str | None = "sequence", **fields) -> KeptValue:
@@ -217,6 +257,7 @@ def _kept_by_transformer(config: ModelConfig, query_key_value: int, mlp: _MlpCos
         return KeptValue(name, per_token, split=split, modes=modes, **fields)
 
     hidden, heads = config.hidden, config.heads
+    is_attention, has_mlp = config.mixer == "attention", config.feedforward_size > 0
     changed = config.positions == "rotary" or config.query_key_norm  # queries and keys, before attention
     placement, outputs = config.norm_placement, ("attention_output", "feedforward_output")
     values = [
@@ -225,13 +266,20 @@ def _kept_by_transformer(config: ModelConfig, query_key_value: int, mlp: _MlpCos
             [] if config.post_norm or placement == "post" else [value("attention_input", hidden)]
         ),  # else the block's input
         *([value(name, hidden) for name in outputs] if _norms_results(config) else []),
-        *_projected(config, value, query_key_value, 2 if changed else None),
-        value("probabilities", 0, "tensor", per_token_pair=heads, fused=False, transposed_from=1),
-        value("context", heads * config.value_dimension, "tensor", fused=False),
-        value("context", heads * config.attention_width, "tensor", fused=True),
-        value("attention_statistics", heads, "tensor", itemsize=4, fused=True),
-        *([] if placement == "parallel" else [value("residual", hidden)]),
-        *([value("feedforward_input", hidden)] if placement in ("pre", "both") else []),
+        *([] if is_attention else [value("qkv", query_key_value, "tensor"), value("context", joined, "tensor")]),
+        *(
+            [
+                *_projected(config, value, query_key_value, 2 if changed else None),
+                value("probabilities", 0, "tensor", per_token_pair=heads, fused=False, transposed_from=1),
+                value("context", joined, "tensor", fused=False),
+                value("context", heads * config.attention_width, "tensor", fused=True),
+                value("attention_statistics", heads, "tensor", itemsize=4, fused=True),
+            ]
+            if is_attention
+            else []
+        ),
+        *([] if placement == "parallel" or not has_mlp else [value("residual", hidden)]),
+        *([value("feedforward_input", hidden)] if placement in ("pre", "both") and has_mlp else []),
         *(
             [value("up", mlp.dense_up, "tensor"), value("activation", mlp.dense_inner, "tensor")]
             if mlp.has_dense
@@ -247,10 +295,11 @@ def _kept_by_transformer(config: ModelConfig, query_key_value: int, mlp: _MlpCos
             value("dispatched", mlp.rows * hidden, None, routed=True),
         ]
     if config.dropout > 0:
+        pairs = {"per_token_pair": heads, "itemsize": 1, "fused": False, "transposed_from": 1}
         values += [
-            value("probabilities_mask", 0, "tensor", per_token_pair=heads, itemsize=1, fused=False, transposed_from=1),
+            *([value("probabilities_mask", 0, "tensor", **pairs)] if is_attention else []),
             value("attention_mask", hidden, itemsize=1),
-            value("feedforward_mask", hidden, itemsize=1),
+            *([value("feedforward_mask", hidden, itemsize=1)] if has_mlp else []),
         ]
     return tuple(values)
 

@@ -27,16 +27,16 @@ class CachedArray:
     """One array that a block caches.
 
     Attributes:
-      shape: of the cache of one layer, [samples, ...], with `slots` on one axis.
+      shape: of the cache of one layer, [samples, ...], with `slots` on one axis if it has any.
       dtype: its type.
       axes: logical axes, as `megajax.sharding.rules` maps them to mesh axes; the first is "batch".
-      slot_axis: the axis with one slot for each token.
+      slot_axis: the axis with one slot for each token; None: the array is a state, which new tokens replace.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
-    slot_axis: int
+    slot_axis: int | None
 
 
 class Cache(NamedTuple):

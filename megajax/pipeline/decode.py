@@ -22,7 +22,7 @@ The program is a `jax.shard_map`, manual over data and pipe as the executor's. I
     embed(shared, microbatch) -> x                               x: [b, n, ...]
     block_cached(weights, x, cache, microbatch, layer) -> (x, new entries of the cache)
     logits(shared, y) -> fp32 [b, n, vocabulary or more]
-    cache_arrays(b, slots) -> CachedArray by name
+    cache_arrays(b, slots) -> CachedArray by name; optionally kind_cache_arrays(kind, b, slots), those of a kind of layers
 
 Weights are {"blocks": one tree for each of a stage's layers, with leaves [pipe, ...], "shared": tree}; with several kinds
 of layers "blocks" has such a list for each kind, and the order of kinds is a branch (as in `stage.py`). Each layer has its
@@ -40,7 +40,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.cached_attention import PADDING_POSITION, Cache
+from megajax.ops.cached_attention import PADDING_POSITION, Cache, CachedArray
 from megajax.pipeline.layout import MANUAL_AXES, batch_spec, full_specs, is_spec, manual_axes_of, sum_over, vary
 from megajax.pipeline.loops import counted_loop, prevent_hoisting, serializes, wait_for
 from megajax.pipeline.uneven import StageBlocks
@@ -97,10 +97,21 @@ class DecodeProgram:
         """Slots for layers of a stage."""
         return self.stage_kinds.slots if self.stage_kinds else len(weights["blocks"])
 
+    def cached(self, layers: int, samples: int = 1) -> tuple[dict[str, CachedArray], ...]:
+        """What each slot of a stage caches: of several kinds of layers, what those there on any stage do."""
+        if not self.stage_kinds:
+            return (dict(self.model.cache_arrays(samples, self.slots)),) * layers
+        of_kind = getattr(self.model, "kind_cache_arrays", lambda kind, *sizes: self.model.cache_arrays(*sizes))
+        found: list[dict[str, CachedArray]] = [{} for _ in range(layers)]
+        for order in self.stage_kinds.stage_kinds:
+            for own, kind in zip(found, order, strict=False):
+                own |= of_kind(kind, samples, self.slots)
+        return tuple(found)
+
     def cache_specs(self, layers: int) -> Tree:
         """PartitionSpecs of the cache of `layers` layers a stage: for each, arrays [pipe, groups, samples, ...] by name."""
-        arrays = self.model.cache_arrays(1, self.slots)
-        return ({name: P("pipe", None, *self.rules.spec(array.axes)) for name, array in arrays.items()},) * layers
+        spec = lambda array: P("pipe", None, *self.rules.spec(array.axes))  # noqa: E731
+        return tuple({name: spec(array) for name, array in own.items()} for own in self.cached(layers))
 
     def prefill(self, weights: Tree, tokens: jax.Array, rows: Rows, chunks: jax.Array, width: int) -> tuple:
         """Runs the prompts through the model.
@@ -204,14 +215,14 @@ class _Rank:
 
     def empty_cache(self) -> Tree:
         """The caches of this rank's layers: for each layer, arrays [1, groups, samples, ...] by name."""
-        arrays = self.model.cache_arrays(self.rows.start.shape[1], self.program.slots)
         constrain = self.program.rules.constrain
 
         def empty(array):
             zeros = jnp.zeros((1, self.groups, *array.shape), array.dtype)
             return vary(constrain(zeros, None, None, *array.axes))
 
-        return tuple({name: empty(array) for name, array in arrays.items()} for _ in range(self.slots))
+        each = self.program.cached(self.slots, self.rows.start.shape[1])
+        return tuple({name: empty(array) for name, array in arrays.items()} for arrays in each)
 
     def run(self, cache: Tree, turns, width: int, slot: jax.Array, tokens: Callable, finish: Callable, state: Tree):
         """Runs `turns` units of every group through all ranks.
@@ -274,9 +285,10 @@ class _Rank:
             own = Cache({name: array[0, group] for name, array in arrays.items()}, positions)
             y, entries = self.model.block_cached(weights, x, own, microbatch, number)
             entries = _after(y, entries)
-            return y, {
-                name: self._store(array, entries[name], name, group, slot, works) for name, array in arrays.items()
+            stored = {
+                name: self._store(arrays[name], entry, name, group, slot, works) for name, entry in entries.items()
             }
+            return y, arrays | stored
 
         if self.program.stage_kinds:
             return self._layers_of_kinds(one, x, cache)
@@ -306,10 +318,11 @@ class _Rank:
         return lax.switch(numbers[self.rank], branches, x, cache)
 
     def _store(self, array: jax.Array, entry: jax.Array, name: str, group, slot, works) -> jax.Array:
-        """The cache [1, groups, b, ...] with a unit's entry [b, ...] in its slots, if the unit `works`."""
+        """The cache [1, groups, b, ...] with a unit's entry [b, ...] in its slots, or in its place, if the unit `works`."""
         axis = self.program.model.cache_arrays(1, self.program.slots)[name].slot_axis
         at = [0, group, *[0] * entry.ndim]
-        at[2 + axis] = slot
+        if axis is not None:
+            at[2 + axis] = slot
         before = lax.dynamic_slice(array, at, (1, 1, *entry.shape))
         return lax.dynamic_update_slice(array, jnp.where(works, entry.astype(array.dtype)[None, None], before), at)
 

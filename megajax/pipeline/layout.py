@@ -97,15 +97,23 @@ def map_kinds(function: Callable, where: StageLayers, *blocks: Tree) -> Tree:
 
 
 def of_all_layers(measured: Tree, where: StageLayers, kind: str | None) -> Tree:
-    """Values of the layers of one kind, leaves [chunks, ranks, slots of a stage, ...], as [layers, ...] with NaN for others.
+    """Values of layers, leaves [chunks, ranks, slots of a stage, ...] by name, as [layers, ...] with NaN for other layers.
 
-    `kind` is None for values of all layers.
+    Values are of the layers of one `kind`; None: of all layers, or, of a model with kinds, {kind: leaf}.
     """
-    if kind is None:
+    if where.kinds is None:
         return from_pipeline_layout(measured, where)
-    own = where.of(kind)
-    empty = lambda a: jnp.full((where.layers, *a.shape[1:]), jnp.nan, a.dtype)  # noqa: E731
-    return jax.tree.map(lambda a: empty(a).at[np.array(own.numbers)].set(a), from_pipeline_layout(measured, own))
+
+    def one(values):
+        values, out = values if kind is None else {kind: values}, None
+        for name, leaf in values.items():
+            own = where.of(name)
+            leaf = from_pipeline_layout(leaf, own)
+            out = jnp.full((where.layers, *leaf.shape[1:]), jnp.nan, leaf.dtype) if out is None else out
+            out = out.at[np.array(own.numbers)].set(leaf)
+        return out
+
+    return {name: one(values) for name, values in measured.items()}
 
 
 def _with_empty_slots(leaf, where: StageLayers):

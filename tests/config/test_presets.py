@@ -90,6 +90,8 @@ def test_parameters_of_a_gpt_are_the_sum_of_its_arrays(name):
         ("mistral-small-24b", 23_572_403_200),
         ("qwen1.5-moe-a2.7b", 14_315_784_192),
         ("qwen2-57b-a14b", 57_408_658_944),
+        ("mamba2-2.7b", 2_702_599_680),
+        ("qwen3-next-80b-a3b", 79_674_391_296),
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),
     ],

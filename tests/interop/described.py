@@ -4,9 +4,10 @@ import json
 import pathlib
 
 from tests.interop import make_golden
-from tests.interop.make_golden import COMMON
+from tests.interop.make_golden import COMMON, VOCABULARY
 
 LAYERS = 6
+RECURRENT = ("mamba2", "qwen3_next")
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -121,6 +122,32 @@ def configs(layers: int = LAYERS) -> dict:
             sliding_window=5,
             max_window_layers=2,
         ),
+        "qwen3_next": t.Qwen3NextConfig(
+            **wide | experts | {"intermediate_size": 20},
+            full_attention_interval=3,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=20,
+            num_experts=4,
+            mlp_only_layers=[0, 4][: layers // 3],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=6,
+            linear_value_head_dim=10,
+        ),
+        "mamba2": t.Mamba2Config(
+            hidden_size=16,
+            num_hidden_layers=layers,
+            vocab_size=VOCABULARY,
+            num_heads=4,
+            head_dim=8,
+            n_groups=2,
+            state_size=6,
+            chunk_size=4,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=None,
+            initializer_range=0.02,
+        ),
         "gpt_oss": t.GptOssConfig(
             **wide | experts,
             num_local_experts=4,
@@ -132,14 +159,20 @@ def configs(layers: int = LAYERS) -> dict:
 
 
 def random_model(config):
-    """A model whose parameters are all random; Gemma's norms multiply by 1 + theirs."""
+    """A model whose parameters are all random; norms of Gemma and Qwen3-Next multiply by 1 + theirs.
+
+    With recurrent mixers of the same size, torch's own gradients in fp32 and in fp64 would differ by 2e-4.
+    """
     import torch
 
     model = make_golden.random_model(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name and config.model_type.startswith("gemma"):
+            offset = config.model_type.startswith(("gemma", "qwen3_next")) and "linear_attn" not in name
+            if "norm" in name and offset:
                 parameter.sub_(1)
+            if config.model_type in RECURRENT:
+                parameter.mul_(4 if "embed" in name else 0.3 if "out_proj" in name else 1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(len(name))))
@@ -167,5 +200,5 @@ FAMILIES = (
         "starcoder2",
     ),
     *("ministral", "ministral3", "exaone4", "seed_oss", "glm4_moe", "qwen2_moe", "gpt_oss"),
-    *("deepseek_v2", "deepseek_v3"),
+    *("deepseek_v2", "deepseek_v3", "mamba2", "qwen3_next"),
 )

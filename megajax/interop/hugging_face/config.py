@@ -10,8 +10,8 @@ from typing import Any
 
 from megajax.config import BertConfig, ConfigError, ModelConfig, option
 from megajax.config.compare import stored_differences
-from megajax.config.layer_kinds import DENSE, MOST_LAYERS, pattern_of
-from megajax.config.layer_pattern import VARYING, layer_pattern_of, variant_numbers, variants, words_of
+from megajax.config.layer_kinds import DENSE, MOST_LAYERS, model_kinds, pattern_of
+from megajax.config.layer_pattern import KIND_FIELDS, layer_pattern_of, variant_numbers, variants, words_of
 from megajax.data.hugging_face import library
 from megajax.data.tokenizer_files import has_tokenizer
 from megajax.interop.hugging_face.expert_families import NAMES_OF_EXPERTS
@@ -32,6 +32,8 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 # Keys of an imported config.json that an export does not keep: what they say is in other keys, or no longer true.
 REPLACED = ("quantization_config", "rope_scaling", "rope_theta", "partial_rotary_factor")
 REPLACED += ("original_max_position_embeddings",)
+STATES = ("recurrent_heads", "recurrent_head_size", "recurrent_groups", "recurrent_state")  # of recurrent mixers
+STATES += ("recurrent_convolution", "recurrent_chunk")
 # Fields of a ModelConfig that config.json does not have, or that change no logits.
 FREE = ("name", "dropout", "init_deviation", "balance_loss", "router_z_loss", "choices")
 
@@ -145,7 +147,7 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[F
         except ConfigError:  # it has no such value
             continue
         has_biases = TABLES[family.name].leaves.get("blocks/feedforward/router/bias")  # which the rate moves
-        free = (*FREE, "balance_bias_rate") if has_biases else FREE
+        free = (*FREE, *family.free, *(["balance_bias_rate"] if has_biases else []))
         differing = stored_differences(dataclasses.asdict(_explicit(model)), _explicit(back), leave_out=free)
         if not differing:
             return family, keys
@@ -187,6 +189,10 @@ def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) 
     return {**original, **keys}
 
 
+def _states(model: ModelConfig) -> dict[str, int]:
+    return {"recurrent_heads": model.state_heads, "recurrent_head_size": model.state_head_size}
+
+
 def _explicit(model: ModelConfig) -> ModelConfig:
     """The model with computed values in place of None, and fields without an effect at their defaults.
 
@@ -197,12 +203,15 @@ def _explicit(model: ModelConfig) -> ModelConfig:
     each, numbers = variants(model), variant_numbers(model)
     if len(each) > 1:  # the kinds by number, with all that may differ
         kinds = {f"kind{number}": _explicit(one) for number, one in enumerate(each)}
-        own = {kind: {name: getattr(one, name) for name in VARYING} for kind, one in kinds.items()}
+        own = {kind: {name: getattr(one, name) for name in KIND_FIELDS} for kind, one in kinds.items()}
+        has_states = {name: getattr(model, name) for name in STATES} | _states(model)
         pattern = {
             "layer_pattern": layer_pattern_of([f"kind{number}" for number in numbers]),
             "kind_fields": words_of(own),
         }
-        return dataclasses.replace(kinds["kind0"], **pattern, **{name: usual[name].default for name in VARYING})
+        alike = {name: usual[name].default for name in KIND_FIELDS}
+        base = next((one for one in kinds.values() if one.mixer == "attention"), kinds["kind0"])
+        return dataclasses.replace(base, **pattern, **alike | has_states)
     model = each[0]
     if model.positions != "rotary":
         idle = {name: field.default for name, field in usual.items() if name.startswith("rotary_")}
@@ -217,9 +226,16 @@ def _explicit(model: ModelConfig) -> ModelConfig:
         idle |= {name: usual[name].default for name in ("experts_per_token", "router_softmax", "router_normalize")}
     elif model.router_softmax == "after":  # the same as a softmax before the choice whose weights are normalized
         idle |= {"router_softmax": "before", "router_normalize": True}
-    if kinds := model.layer_kinds:
+    if model.experts and len(set(kinds := model_kinds(model))) > 1:
         width = model.of_kind(DENSE).feedforward_size
         idle |= {"dense_layers": 0, "moe_layer_freq": pattern_of(kinds), "dense_feedforward": width}
+    if model.mixer == "attention":
+        idle |= {name: usual[name].default for name in STATES}
+    else:
+        idle |= _states(model)
+        model = dataclasses.replace(model, heads=model.state_heads, head_size=model.state_head_size, kv_heads=None)
+    if not model.feedforward_size:
+        idle["activation"] = usual["activation"].default
     if not model.query_key_norm:
         idle["query_key_norm_over"] = usual["query_key_norm_over"].default
     if "rotary_original_length" in used and "rotary_original_length" not in idle:

@@ -11,6 +11,7 @@ from megajax.config.layer_kinds import DENSE
 from megajax.interop.hugging_face.description import LAYER, Description, Fields, described
 from megajax.interop.hugging_face.keys import Keys
 from megajax.interop.hugging_face.llama_families import write_rotary
+from megajax.interop.hugging_face.recurrent_families import QWEN3_NEXT
 from megajax.interop.hugging_face.tensors import GATE, KEY, QUERIES, UP, VALUE, Piece
 
 __all__ = ["DESCRIBED_FAMILIES", "DESCRIPTIONS"]
@@ -374,6 +375,7 @@ DESCRIPTIONS = (
         head_size=64,
         has_experts=True,
     ),
+    QWEN3_NEXT,
 )
 
 DESCRIBED_FAMILIES = tuple(map(described, DESCRIPTIONS))

@@ -38,7 +38,7 @@ class Description:
       head_size, padding: transformers' defaults of a head's size, and of a padding token, if it has any of its own.
       idle: rates of dropout that it has in training.
       partial: whether the rotation reads partial_rotary_factor.
-      has_experts: see `Family`.
+      has_experts, free: see `Family`.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Description:
     head_size: int = 0
     padding: int = 0
     has_experts: bool = False
+    free: tuple[str, ...] = ()
 
     def table(self, llama: Table) -> Table:
         """The family's tensors, in place of Llama's."""
@@ -163,4 +164,4 @@ class Description:
 def described(one: Description) -> Family:
     """The family of a description."""
     kinds = {"has_experts": one.has_experts, "has_latents": "kv_latent" in one.names}
-    return Family(one.name, one.architecture, one.read_all, one.write_all, **kinds)
+    return Family(one.name, one.architecture, one.read_all, one.write_all, free=one.free, **kinds)

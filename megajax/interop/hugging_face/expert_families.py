@@ -8,12 +8,12 @@ import math
 from typing import Any
 
 from megajax.config import ModelConfig
-from megajax.config.layer_kinds import DENSE, MOST_LAYERS, SPARSE, pattern_of
+from megajax.config.layer_kinds import DENSE, MOST_LAYERS, SPARSE, model_kinds, pattern_of
 from megajax.interop.hugging_face.keys import Family, Keys
 from megajax.interop.hugging_face.llama_families import read_llama, write_llama, write_window
 from megajax.interop.hugging_face.windows import read_windows, write_windows
 
-__all__ = ["NAMES_OF_EXPERTS", "SPARSE_FAMILIES"]
+__all__ = ["NAMES_OF_EXPERTS", "SPARSE_FAMILIES", "read_kinds", "write_kinds"]
 
 # The number of experts as released files have it, and as transformers 5 writes it for Qwen3.
 NAMES_OF_EXPERTS = ("num_experts", "num_local_experts")
@@ -50,7 +50,7 @@ def _read_qwen3(keys: Keys) -> dict[str, Any]:
     keys.require("attention_bias", False)
     fields = read_llama(keys, inner="moe_intermediate_size") | _read_experts(keys, "num_experts")
     return fields | {
-        **_read_kinds(keys),
+        **read_kinds(keys),
         "query_key_norm": True,
         "router_normalize": keys.get("norm_topk_prob", bool),
         "sliding_window": keys.get("sliding_window", int, None),
@@ -61,7 +61,7 @@ def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
     keys = write_llama(model) | write_window(model)
     del keys["intermediate_size"]  # of dense layers
     return keys | {
-        **_write_kinds(model),
+        **write_kinds(model),
         "head_dim": model.head_dimension,
         "moe_intermediate_size": model.feedforward_size,
         "num_experts": model.experts,
@@ -73,7 +73,7 @@ def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
 def _read_qwen2(keys: Keys) -> dict[str, Any]:
     fields = read_llama(keys, inner="moe_intermediate_size", mixed=True) | _read_experts(keys, "num_experts")
     return fields | {
-        **_read_kinds(keys),
+        **read_kinds(keys),
         **read_windows(keys),
         "qkv_biases": keys.get("qkv_bias", bool),
         "shared_feedforward": keys.get("shared_expert_intermediate_size", int),
@@ -88,7 +88,7 @@ def _write_qwen2(model: ModelConfig) -> dict[str, Any]:
     return keys | {"qkv_bias": model.has_qkv_biases, "shared_expert_intermediate_size": model.shared_feedforward}
 
 
-def _read_kinds(keys: Keys) -> dict[str, Any]:
+def read_kinds(keys: Keys) -> dict[str, Any]:
     """Which layers are dense (mlp_only_layers, and i where decoder_sparse_step does not divide i + 1), and their width."""
     step, layers = keys.get("decoder_sparse_step", int), keys.get("num_hidden_layers", int)
     dense = keys.get("mlp_only_layers", list)
@@ -106,9 +106,9 @@ def _read_kinds(keys: Keys) -> dict[str, Any]:
     return {"moe_layer_freq": pattern_of(kinds), "dense_feedforward": keys.get("intermediate_size", int)}
 
 
-def _write_kinds(model: ModelConfig) -> dict[str, Any]:
+def write_kinds(model: ModelConfig) -> dict[str, Any]:
     """The keys of dense layers: every layer is sparse but those that are listed."""
-    if not (kinds := model.layer_kinds):
+    if len(set(kinds := model_kinds(model))) == 1:
         return {"decoder_sparse_step": 1, "mlp_only_layers": []}
     step = math.gcd(*(layer + 1 for layer, kind in enumerate(kinds) if kind == SPARSE))
     dense = [layer for layer, kind in enumerate(kinds) if kind == DENSE and (layer + 1) % step == 0]

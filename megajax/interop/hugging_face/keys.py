@@ -122,6 +122,7 @@ class Family:
       write: its keys from the configuration.
       config: the type of the configuration.
       has_experts, has_latents: whether its blocks have experts, and latent attention.
+      free: fields that no key has.
     """
 
     name: str
@@ -131,3 +132,4 @@ class Family:
     config: type[ModelConfig] = ModelConfig
     has_experts: bool = False
     has_latents: bool = False
+    free: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from megajax.interop.hugging_face.described_families import DESCRIPTIONS
+from megajax.interop.hugging_face.recurrent_families import MAMBA2
 from megajax.interop.hugging_face.tensors import GATE, KEY, QUERIES, UP, VALUE, Piece, Table
 
 __all__ = ["LLAMA", "LLAMA_LAYER", "QWEN3_MOE", "TABLES", "norm_pieces"]
@@ -246,6 +247,7 @@ TABLES = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
     "olmoe": OLMOE,
+    "mamba2": MAMBA2,
     "megatron": MEGATRON,
     "megatron_gated": MEGATRON_GATED,
     "bert": BERT,

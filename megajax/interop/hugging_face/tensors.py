@@ -10,6 +10,8 @@ A leaf of one layer consists of pieces, each of them a tensor of Hugging Face's 
     k, b latents of queries, and of keys and values   m the latter and the shared part of a key   i elements of a value head
     j elements of a head that are computed from the latent, of its key and its value
     z gate and up (2)   u an axis of size 1 that a tensor has too
+    G groups of a recurrent mixer   H its heads, R in a group   P elements of a head's value, J of all in a group
+    N elements of a key   K of its convolution   W query, key, value and gate of a group   B two steps of its heads
 
 `Piece("self_attn.q_proj.weight", "gnd h", "hgnd", QUERIES)` is a matrix of (g n d) rows and h columns, and in the leaf
 [h, g, n + 2, d] the part [:, :, :-2]. torch's Linear stores [outputs, inputs], GPT-2's Conv1D [inputs, outputs].
@@ -102,6 +104,7 @@ class Table:
 def axis_sizes(model: ModelConfig) -> dict[str, int]:
     """The size of each letter's axis."""
     return {
+        **_recurrent_sizes(model),
         "h": model.hidden,
         "f": model.feedforward_size,
         "w": model.of_kind(DENSE).feedforward_size,
@@ -133,6 +136,13 @@ def _latent_sizes(model: ModelConfig) -> dict[str, int]:
     one = latent_sizes(model)
     both, joined = one.key_value + one.rotated, one.plain + one.value
     return {"k": one.query, "b": one.key_value, "m": both, "j": joined, "i": one.value}
+
+
+def _recurrent_sizes(model: ModelConfig) -> dict[str, int]:
+    groups, size, state = model.recurrent_groups, model.state_head_size, model.recurrent_state
+    each = model.state_heads // groups
+    sizes = {"G": groups, "R": each, "P": size, "J": each * size, "N": state, "K": model.recurrent_convolution}
+    return sizes | {"H": model.state_heads, "W": 2 * (state + each * size), "B": 2 * each}
 
 
 def tensor_shape(piece: Piece, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -158,14 +158,15 @@ def pieces_of(family: str, name: str, kinds: tuple[str, ...] | None = None) -> t
     """
     of_blocks = kinds is not None and name.startswith("blocks/")
     kind, _, rest = name.removeprefix("blocks/").partition("/") if of_blocks else ("", "", "")
-    is_mlp = kind == DENSE and rest.startswith("feedforward/")  # all sparse families have llama's MLP in dense layers
+    is_dense = kind.endswith(DENSE)
+    is_mlp = is_dense and rest.startswith("feedforward/")  # all sparse families have llama's MLP in dense layers
     pieces = TABLES["llama" if is_mlp else family].leaves.get(f"blocks/{rest}" if of_blocks else name)
     if pieces is None:
         raise ConfigError(f"the parameter {name} has no tensor in a {family} of Hugging Face")
     if not of_blocks:
         return pieces
     layers = tuple(number for number, one in enumerate(kinds) if one == kind)
-    wide = (lambda axes: axes.replace("f", "w")) if kind == DENSE else str
+    wide = (lambda axes: axes.replace("f", "w")) if is_dense else str
     return tuple(piece._replace(theirs=wide(piece.theirs), ours=wide(piece.ours), layers=layers) for piece in pieces)
 
 

@@ -41,8 +41,14 @@ class Attention(nnx.Module):
             fused = {"_groups": groups, "_queries_key_value": config.heads // groups + 2, "head_elements": size}
         small = config.init_deviation / (2 * config.layers) ** 0.5  # 2L of these add up in the residual (GPT-2, 2.3)
         lora = lambda name: adapters(config, context, name)  # noqa: E731
-        biases = config.has_qkv_biases
-        self.qkv = Linear(named_key(key, "qkv"), hidden, fused, config.init_deviation, biases, lora("qkv"))
+        biases, deviation = config.has_qkv_biases, config.init_deviation
+        if config.attention_gate:  # of each head's queries and gate, as Qwen3-Next stores them
+            axes = {"groups": groups, "_queries": config.heads // groups, "_query_gate": 2, "_head_size": size}
+            self.query_gate = Linear(named_key(key, "query_gate"), hidden, axes, deviation, biases)
+            axes = {"groups": groups, "_key_value": 2, "_head_size": size}
+            self.key_value = Linear(named_key(key, "key_value"), hidden, axes, deviation, biases)
+        else:
+            self.qkv = Linear(named_key(key, "qkv"), hidden, fused, deviation, biases, lora("qkv"))
         joined = {"heads": config.heads, "_head_size": size}
         self.output = Linear(named_key(key, "output"), joined, hidden, small, config.has_output_biases, lora("output"))
         if config.attention_sinks:
@@ -57,18 +63,26 @@ class Attention(nnx.Module):
 
     def project(
         self, y: jax.Array, microbatch: Microbatch, layer: jax.Array, lora_drop: Dropout | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [b, whole s, g, a/g, d], keys and values [b, whole s, g, d] of y [b, split s, h], rotated.
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Queries [b, whole s, g, a/g, d], keys and values [b, whole s, g, d] of y [b, split s, h], rotated; and the gate.
 
         `lora_drop`: of adapters.
         """
-        axes = QKV if self.groups == self.config.key_value_heads else (*QKV[:2], None, None, "head_elements")
-        qkv = checkpoint_name(
-            self.qkv(y, self.operations.column, axes, drop=lora_drop), "qkv"
-        )  # [b, whole s, g, a/g + 2, d]
-        if axes is not QKV:
-            qkv = self.constrain(qkv, *QKV[:2], None, None, None)
-        query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        axes, gate = (
+            QKV if self.groups == self.config.key_value_heads else (*QKV[:2], None, None, "head_elements"),
+            None,
+        )
+        if self.config.attention_gate:
+            both = checkpoint_name(self.query_gate(y, self.operations.column, (*QKV, None)), "qkv")
+            key_value = checkpoint_name(self.key_value(y, self.operations.column, QKV), "qkv")
+            query, gate, key, value = both[..., 0, :], both[..., 1, :], key_value[..., 0, :], key_value[..., 1, :]
+        else:
+            qkv = checkpoint_name(
+                self.qkv(y, self.operations.column, axes, drop=lora_drop), "qkv"
+            )  # [b, whole s, g, a/g + 2, d]
+            if axes is not QKV:
+                qkv = self.constrain(qkv, *QKV[:2], None, None, None)
+            query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.groups != self.config.key_value_heads:
@@ -85,7 +99,7 @@ class Attention(nnx.Module):
             query = query * growth[:, :, None, None, None].astype(query.dtype)
         if self.config.attention_scale is not None:  # of attention's own
             query = query * jnp.asarray(self.config.attention_scale * self.config.head_dimension**0.5, query.dtype)
-        return query, key, value
+        return query, key, value, gate
 
     def _for_each_rank(
         self, query: jax.Array, key: jax.Array, value: jax.Array
@@ -126,15 +140,15 @@ class Attention(nnx.Module):
         Returns:
           The result, of y's shape; and with a cache y's entries in it (`cache_arrays`).
         """
-        window, document, entries = self.window(layer), microbatch.get("document"), {}
+        window, document, entries, gate = self.window(layer), microbatch.get("document"), {}, None
         drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
         sinks = self.sinks[...].reshape(self.groups, -1) if self.config.attention_sinks else None
         scoring = Scoring(drop, self.config.attention_softcap, sinks)
         both_ways = {} if self.config.causal else {"causal": False, "padding": microbatch.get("padding")}
         if cache is None:
-            query, key, value = self.project(y, microbatch, layer, lora_drop)
+            query, key, value, gate = self.project(y, microbatch, layer, lora_drop)
         if cache is not None:
-            context, entries = self.cached(y, microbatch, layer, cache, window, scoring)
+            context, gate, entries = self.cached(y, microbatch, layer, cache, window, scoring)
         elif self.operations.attend is None:
             context = plain_attention(query, key, value, scoring, self.constrain, document, window, **both_ways)
         else:
@@ -149,6 +163,8 @@ class Attention(nnx.Module):
         context = self.constrain(context, *QKV[:2], "heads", None)
         if self.operations.attend is None:
             context = checkpoint_name(context, "context")
+        if gate is not None:
+            context = context * jax.nn.sigmoid(self.constrain(gate.reshape(context.shape), *QKV[:2], "heads", None))
         return self.output(context, self.operations.row, 2, drop=lora_drop), entries
 
     def cached(
@@ -159,12 +175,12 @@ class Attention(nnx.Module):
         cache: Cache,
         window: jax.Array | int | None,
         scoring: Scoring,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Heads' results [b, n, g, a/g, d] of y's n tokens with those of the cache; and their entries in it."""
-        query, key, value = self.project(y, microbatch, layer)
+    ) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:
+        """Heads' results [b, n, g, a/g, d] of y's n tokens with those of the cache; their gate; their entries in it."""
+        query, key, value, gate = self.project(y, microbatch, layer)
         positions = microbatch["positions"]
         context = cached_attention(query, key, value, positions, cache, self.constrain, window, scoring)
-        return context, {"key": jnp.swapaxes(key, 1, 2), "value": jnp.swapaxes(value, 1, 2)}
+        return context, gate, {"key": jnp.swapaxes(key, 1, 2), "value": jnp.swapaxes(value, 1, 2)}
 
 
 def tensor_groups(config: ModelConfig, tensor: int) -> int:

@@ -110,8 +110,8 @@ class LatentAttention(Attention):
 
     def project(
         self, y: jax.Array, microbatch: Microbatch, layer: jax.Array, lora_drop: Dropout | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [b, whole s, a, 1, w], keys and values [b, whole s, a, w] of y [b, split s, h].
+    ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+        """Queries [b, whole s, a, 1, w], keys and values [b, whole s, a, w] of y [b, split s, h]; no gate.
 
         Scores have the scale 1 / sqrt(w). For fused kernels, which have one size of heads, queries and keys, or values, have
         zeros at the end.
@@ -129,7 +129,7 @@ class LatentAttention(Attention):
             )
         query = self._scaled(query, width)
         query, key, value = (self.constrain(x, *HEADS) for x in (query, key, value))
-        return query[:, :, :, None], key, value
+        return query[:, :, :, None], key, value, None
 
     def _scaled(self, query: jax.Array, width: int) -> jax.Array:
         """The queries times what makes a scale of 1 / sqrt(width) the model's."""
@@ -145,8 +145,8 @@ class LatentAttention(Attention):
         cache: Cache,
         window: jax.Array | int | None,
         scoring: Scoring,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Heads' results [b, n, a, v] of y's n tokens with those of the cache; and their entries in it."""
+    ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
+        """Heads' results [b, n, a, v] of y's n tokens with those of the cache; no gate; their entries in it."""
         one = self.sizes
         query, latent, shared = self._projected(y, microbatch, layer)
         kernel = self.key_value_up.kernel[...].astype(y.dtype)
@@ -166,7 +166,7 @@ class LatentAttention(Attention):
             scoring,
         )
         context = self.constrain(context[:, :, 0], *HEADS)
-        return jnp.einsum("bnar,rav->bnav", context, kernel[..., one.plain :]), {"latent": entry}
+        return jnp.einsum("bnar,rav->bnav", context, kernel[..., one.plain :]), None, {"latent": entry}
 
 
 def latent_cache(config: ModelConfig, dtype: Any, samples: int, slots: int) -> dict[str, CachedArray]:
