@@ -332,7 +332,7 @@ class Training:
 
     def _model(self, training: bool) -> PipelineModel:
         device, dtype = self.mesh.devices.flat[0], compute_dtype(self.run.train.precision)
-        one_pass = training and self.program.gates_in_one_pass
+        one_pass = self.program.in_one_pass if training else ()
         context = model_context(self.run, self.rules, self.program.attention, device, dtype, training, one_pass)
         return self.model_class(self.run.model, context)
 
