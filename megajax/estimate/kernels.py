@@ -50,7 +50,8 @@ WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')  # 0: none
 OWN_BACKWARD = "flash_attention_backward"
 OWN_PRODUCTS = {1: 3, 2: 4}
 # Own kernels that read or update one part of a stack in place, and the number of a stack's axes.
-IN_STACKS = {"grouped_matmul_product": 4, "grouped_matmul_add": 4, "gated_gradients": 3, "norm_gradients": 3}
+IN_STACKS = {"grouped_matmul_product": 4, "grouped_matmul_add": 4, "gated_gradients": 3, "norm_gradients": 3, "norm_and_save": 3}
+ONLY_WRITES = "norm_and_save"
 SCALAR = 1024  # bytes: what a fusion does with smaller arrays (loop counters, slots) does not decide its class
 
 
@@ -96,6 +97,8 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
         if stack_axes := IN_STACKS.get(kernel_name(line).rstrip("0123456789.")):
             read -= sum(_other_parts(types.get(name, ""), stack_axes) for name in operands(line))
             written -= _other_parts(line.type, stack_axes)
+            if kernel_name(line) == ONLY_WRITES:
+                read -= inputs[0] - _other_parts(types.get(operands(line)[0], ""), stack_axes)
         return _products(line.name, read, written, [line], types) or Kernel(line.name, "elementwise", read, written)
     if line.op in ("dynamic-slice", "slice", "gather"):
         read = out

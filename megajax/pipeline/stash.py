@@ -93,8 +93,11 @@ class StashRef:
 
     def stacks(self, block, zero=0) -> list[tuple[jax.Array, jax.Array]]:
         """For each array of `read`, the stack [slots * blocks, ...] and the place in it that it is read from."""
-        wholes = jax.tree.leaves(self.buffer)
-        return [(a.reshape(-1, *a.shape[2:]), (self.slot + zero) * a.shape[1] + block) for a in wholes]
+        return [self.stack(whole, block, zero) for whole in jax.tree.leaves(self.buffer)]
+
+    def stack(self, whole: jax.Array, block, zero=0) -> tuple[jax.Array, jax.Array]:
+        """As `stacks`, for one array of the buffer."""
+        return whole.reshape(-1, *whole.shape[2:]), (self.slot + zero) * whole.shape[1] + block
 
     def read_array(self, whole: jax.Array, block, zero=0) -> jax.Array:
         """As `read`, for one array of the buffer."""
