@@ -222,6 +222,8 @@ class Training:
     def _cast(self, params: Tree) -> Tree:
         """The parameters to compute with: first cast, then gathered from their stored sharding."""
         params = to_compute(params, self.model.fp32_mask(), self.run.train.precision)
+        if self.program.in_place:  # or XLA's GPU compiler gathers token tables in fp32, and casts them then
+            params = {**params, "shared": jax.tree.map(jax.lax.optimization_barrier, params["shared"])}
         params = jax.lax.with_sharding_constraint(params, self._named(self.specs.computed))
         return {**params, "blocks": group_blocks(params["blocks"], self.run.parallel.recompute_blocks)}
 

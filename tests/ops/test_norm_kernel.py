@@ -12,7 +12,7 @@ from megajax.estimate.gpus import find_gpu
 from megajax.models import context
 from megajax.ops import norm_kernel as module
 from megajax.ops.gated_down import gated_down
-from megajax.ops.norm_kernel import NormGradients, norm_gradients, norm_in_one_pass
+from megajax.ops.norm_kernel import NormGradients, norm_and_save, norm_gradients, norm_in_one_pass
 from megajax.pipeline.jaxprs import fp32_gradients
 from megajax.pipeline.norm_equations import with_merged_norms
 from megajax.plan.compiler import compile_for
@@ -49,6 +49,17 @@ def test_equal_to_jaxs_gradients(dtype, width, with_residual):
     for value, want in zip((dx, y), (of_x, expected), strict=True):
         close(value, want.astype(dtype))
     np.testing.assert_allclose(parts.sum(0), of_scale, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+def test_a_forward_adds_saves_and_norms(dtype, terms):
+    stack, scale, *given = arrays(dtype, 6)
+    run = jax.jit(partial(norm_and_save, epsilon=1e-5, interpret=True))
+    whole, y = run(stack, jnp.int32(1), scale, *given[:terms])
+    x = sum(given[:terms])
+    np.testing.assert_array_equal(whole, stack.at[1].set(x))
+    np.testing.assert_allclose(y, plain(x, scale), rtol=1e-5 if dtype == jnp.float32 else 8e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("saved", ["up", "nothing"])
@@ -89,20 +100,27 @@ def test_what_is_beside_a_norm_is_merged(saved, monkeypatch):
 
 
 # mesh, schedule, chunks, microbatches, sequence parallel, recompute; parts of how many blocks the kernel finds in a stack
+# and norms that a forward's kernel saves
 CASES = [
-    (((2, 1, 2), "interleaved_1f1b", 1, 4, True, "selective"), 8),
-    (((1, 4, 1), "1f1b", 1, 4, True, "selective"), None),
-    (((1, 2, 1), "interleaved_1f1b", 2, 4, True, "full"), 0),
-    (((1, 2, 2), "interleaved_1f1b", 2, 4, False, "selective"), None),
-    (((1, 4, 1), "zb_h1", 1, 4, True, "selective"), 0),
+    (((2, 1, 2), "interleaved_1f1b", 1, 4, True, "selective"), 8, True),
+    (((1, 4, 1), "1f1b", 1, 4, True, "selective"), None, True),
+    (((1, 2, 1), "interleaved_1f1b", 2, 4, True, "full"), 0, False),
+    (((1, 2, 2), "interleaved_1f1b", 2, 4, False, "selective"), None, False),
+    (((1, 4, 1), "zb_h1", 1, 4, True, "selective"), 0, False),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "parts"), CASES, ids=str)
-def test_the_step_is_that_of_the_unpipelined_model(case, parts, monkeypatch):
+@pytest.mark.parametrize(("case", "parts", "saves"), CASES, ids=str)
+def test_the_step_is_that_of_the_unpipelined_model(case, parts, saves, monkeypatch):
     """The program for GPUs with jax 0.12, the kernels interpreted."""
-    found = set()
+    found, saving = set(), []
+
+    def save(stack, place, scale, *terms, **settings):
+        saving.append(len(terms))
+        return norm_and_save(stack, place, scale, *terms, **settings)
+
+    monkeypatch.setattr(module, "norm_and_save", save)
 
     def gradients(stack, *arguments, **settings):
         found.add(len(stack))
@@ -112,6 +130,7 @@ def test_the_step_is_that_of_the_unpipelined_model(case, parts, monkeypatch):
     interpreted(monkeypatch)
     check(*case, model=small.LLAMA)
     assert max(found, default=0) == parts or (parts is None and max(found) > 1)
+    assert set(saving) == ({1, 2} if saves else set())
 
 
 def interpreted(monkeypatch):
@@ -131,4 +150,5 @@ def test_compiles_for_three_generations(name):
     model = gpu.LARGE.__class__(**vars(gpu.LARGE) | changed)
     run = gpu.run_of(model, 4, attention="xla", tensor=2)
     text = compile_for(run, find_gpu(name))["hlo"]
-    assert hlo.read(text, hlo.loop_trip_counts(run)).kernels[module.NAME] == 2 * 4 * model.layers
+    kernels = hlo.read(text, hlo.loop_trip_counts(run)).kernels
+    assert kernels[module.NAME] == kernels[module.SAVING] == 2 * 4 * model.layers
