@@ -52,6 +52,7 @@ OWN_PRODUCTS = {1: 3, 2: 4}
 # Own kernels that read or update one part of a stack in place, and the number of a stack's axes.
 IN_STACKS = {"grouped_matmul_product": 4, "grouped_matmul_add": 4, "gated_gradients": 3, "norm_gradients": 3, "norm_and_save": 3}
 ONLY_WRITES = "norm_and_save"
+UNWRITTEN = 'custom_call_target="AllocateBuffer"'  # `lax.empty`
 SCALAR = 1024  # bytes: what a fusion does with smaller arrays (loop counters, slots) does not decide its class
 
 
@@ -86,7 +87,7 @@ class Kernel:
 
 def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, Sequence[Line]]) -> Kernel | None:
     """The kernel of a line; None if it has none. `types`: of the results in the line's computation, by name."""
-    if line.op in FREE:
+    if line.op in FREE or UNWRITTEN in line.rest:
         return None
     if line.op in ("fusion", "fusion-start"):
         return _fusion(line, computations[called_by(line.rest)[0]])
