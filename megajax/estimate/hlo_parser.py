@@ -14,7 +14,11 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all
 # or in Mosaic. In the names of tokamax's, its own follow.
 OWN = re.compile(r'/((?:flash_attention|grouped_matmul|gated|norm)_\w+)/(?:[^"]*/)?(?:pallas_call|mpmd_map)"')
 GROUPED = "grouped_matmul"  # their names begin so
-PLAIN = ("gated_gradients", "norm_gradients", "norm_and_save")  # of megajax/ops/gated_down.py and norm_kernel.py, without a matmul
+PLAIN = (
+    "gated_gradients",
+    "norm_gradients",
+    "norm_and_save",
+)  # of megajax/ops/gated_down.py and norm_kernel.py, without a matmul
 # Custom calls, attention's included.
 MATMULS = re.compile(rf"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha|{OWN.pattern}")
 TARGET = re.compile(r'custom_call_target="([^"]*)"')

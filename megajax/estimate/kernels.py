@@ -50,7 +50,13 @@ WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')  # 0: none
 OWN_BACKWARD = "flash_attention_backward"
 OWN_PRODUCTS = {1: 3, 2: 4}
 # Own kernels that read or update one part of a stack in place, and the number of a stack's axes.
-IN_STACKS = {"grouped_matmul_product": 4, "grouped_matmul_add": 4, "gated_gradients": 3, "norm_gradients": 3, "norm_and_save": 3}
+IN_STACKS = {
+    "grouped_matmul_product": 4,
+    "grouped_matmul_add": 4,
+    "gated_gradients": 3,
+    "norm_gradients": 3,
+    "norm_and_save": 3,
+}
 ONLY_WRITES = "norm_and_save"
 UNWRITTEN = 'custom_call_target="AllocateBuffer"'  # `lax.empty`
 SCALAR = 1024  # bytes: what a fusion does with smaller arrays (loop counters, slots) does not decide its class

@@ -21,7 +21,18 @@ from megajax.ops.norm import norm
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 from megajax.runtime.compat import Primitive, lower_by, pallas, pallas_call, whole_block
 
-__all__ = ["LARGEST", "NAME", "NORM", "SAVING", "NormGradients", "norm_and_save", "norm_gradients", "norm_in_one_pass", "saved_norm"]
+__all__ = [
+    "LARGEST",
+    "NAME",
+    "NORM",
+    "PROGRAMS",
+    "SAVING",
+    "NormGradients",
+    "norm_and_save",
+    "norm_gradients",
+    "norm_in_one_pass",
+    "saved_norm",
+]
 
 NAME, SAVING = "norm_gradients", "norm_and_save"
 NORM = Primitive("rms_norm")  # (x, scale) -> y
@@ -54,7 +65,9 @@ class NormGradients:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def norm_in_one_pass(x: jax.Array, scale: jax.Array, epsilon: float, is_split: bool, interpret: bool = False) -> jax.Array:
+def norm_in_one_pass(
+    x: jax.Array, scale: jax.Array, epsilon: float, is_split: bool, interpret: bool = False
+) -> jax.Array:
     """RMS norm of x [b, s, n], as `megajax.ops.norm.norm`; n at most LARGEST. For other arguments see `NormGradients`."""
     return NORM.bind(x, scale, epsilon=epsilon, is_split=is_split, interpret=interpret)
 
@@ -148,7 +161,9 @@ def norm_gradients(
       (gradient of x [b, s, n], parts [programs, n] of the scale's gradient in fp32, y [b, s, n]).
     """
     shape, dtype = dy.shape, dy.dtype
-    stack, dy, residual = (None if a is None else a.reshape(*a.shape[:-3], -1, shape[-1]) for a in (stack, dy, residual))
+    stack, dy, residual = (
+        None if a is None else a.reshape(*a.shape[:-3], -1, shape[-1]) for a in (stack, dy, residual)
+    )
     rows, width = dy.shape
     programs, settings = _programs(rows, width, NAME, interpret)
     inputs = [place[None], stack, scale, dy, residual]
@@ -172,8 +187,9 @@ def _programs(rows: int, width: int, name: str, interpret: bool) -> tuple[int, d
     return programs, {"warps": warps, "stages": 1, "name": name, "interpret": interpret}
 
 
-def _kernel(epsilon, count, place_ref, stack_ref, scale_ref, dy_ref, residual_ref, dx_ref, parts_ref, y_ref):
+def _kernel(epsilon, count, *refs):
     """The next `count` rows, one after the other."""
+    place_ref, stack_ref, scale_ref, dy_ref, residual_ref, dx_ref, parts_ref, y_ref = refs
     width, place, program = dy_ref.shape[-1], place_ref[0], pallas().program_id(0)
     columns, load, store = _columns(width, program)
     scale = load(scale_ref.at[columns])

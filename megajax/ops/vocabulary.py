@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.ops.activation import largest_and_sum
 from megajax.ops.in_place import addend
 
 __all__ = [
@@ -165,9 +166,8 @@ def _forward(table, tokens, sequence_parallel):
             bits = lax.psum(bits, AXIS)
         return _from_bits(bits, table.dtype)
 
-    specs = dict(in_specs=(P(AXIS), P()), out_specs=_split(sequence_parallel))
-    rows = jax.shard_map(local, axis_names={AXIS}, **specs)(table, tokens)
-    return rows, (tokens, table[:, :0])  # no element of the table, but its rows, type and sharding
+    run = jax.shard_map(local, axis_names={AXIS}, in_specs=(P(AXIS), P()), out_specs=_split(sequence_parallel))
+    return run(table, tokens), (tokens, table[:, :0])  # no element of the table, but its rows, type and sharding
 
 
 def _backward(sequence_parallel, residuals, gradient):
@@ -372,26 +372,8 @@ def token_scores(
 
 def normaliser(masked, ranks):
     """fp32 [b, s]: the logarithms of the softmax's normalisers, and the largest logits."""
-    own, total = lax.platform_dependent(masked, cpu=_largest_and_sum, default=_largest_and_sum_at_once)
-    largest = ranks.max(own)
-    return largest + jnp.log(ranks.sum(total * jnp.exp(own - largest))), largest
-
-
-def _largest_and_sum(masked):
-    """fp32 [b, s]: the largest of the last axis, and the sum of exp(logit - largest)."""
-    largest = masked.max(-1)
-    return largest, jnp.exp(masked - largest[..., None]).sum(-1)
-
-
-def _largest_and_sum_at_once(masked):
-    """The same in one pass over memory (1805.02867), where XLA's GPU compiler makes a kernel for each of two reductions."""
-
-    def join(one, other):
-        largest = jnp.maximum(one[0], other[0])
-        return largest, one[1] * jnp.exp(one[0] - largest) + other[1] * jnp.exp(other[0] - largest)
-
-    start = jnp.float32(2 * MASKED_LOGIT), jnp.float32(0)
-    return lax.reduce((masked, jnp.ones_like(masked)), start, join, (masked.ndim - 1,))
+    largest = ranks.max((own := largest_and_sum(masked))[0])
+    return largest + jnp.log(ranks.sum(own[1] * jnp.exp(own[0] - largest))), largest
 
 
 def _softmax(logits, labels, vocabulary, ranks):

@@ -147,7 +147,7 @@ def with_fp32_gradients(
 
 
 def resharding(function: Callable, *arguments: Any) -> Callable[[jax.Array], list[jax.Array]]:
-    """From the last array of a function's arguments, pytrees, to those that it only reshards it to, as a gradient is gathered.
+    """From the last array of a function's arguments, pytrees, to what it is only resharded to, as a gradient is.
 
     A loop over blocks can compute them an iteration ahead; `with_fp32_gradients` takes them.
     """
@@ -180,7 +180,7 @@ def _reshards(jaxpr) -> dict[int, list[int]]:
 
 
 def fp32_gradients(backward: Callable, *arguments: Any, **how: Any) -> tuple[Any, Any]:
-    """`backward(*arguments) -> (gradients, others)`, pytrees, with `with_fp32_gradients` of the gradients; `how`: its own."""
+    """`backward(*arguments) -> (gradients, others)`, pytrees, with `with_fp32_gradients(**how)` of the gradients."""
     leaves, structure = jax.tree.flatten(arguments)
     gradients, others = jax.eval_shape(backward, *arguments)
     count, results = len(jax.tree.leaves(gradients)), jax.tree.structure((gradients, others))

@@ -85,7 +85,9 @@ class _Group:
         if len(uses) == 1 and self.eqn.outvars[0] not in _of(jaxpr.outvars):
             self._add(uses[0])
         for number, eqn in enumerate(jaxpr.eqns):
-            same = eqn.primitive is NORM and list(map(self._root, eqn.invars)) == list(map(self._root, self.eqn.invars[:2]))
+            same = eqn.primitive is NORM and list(map(self._root, eqn.invars)) == list(
+                map(self._root, self.eqn.invars[:2])
+            )
             if same and number not in self._before(self.operands):
                 self.indices.append(number)
                 self.normed = eqn.outvars[0]

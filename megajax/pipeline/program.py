@@ -201,7 +201,9 @@ class StepProgram:
         If it computes the norm's result again, in a loop, and nothing later needs it.
         """
         model, parallel = self.run.model, self.run.parallel
-        again = parallel.recompute == "selective" and parallel.recompute_blocks == 1 and not (self.splits or self.unrolls)
+        again = (
+            parallel.recompute == "selective" and parallel.recompute_blocks == 1 and not (self.splits or self.unrolls)
+        )
         fits = getattr(model, "norm", None) == "rmsnorm" and model.hidden <= LARGEST
         return self.in_place and again and fits and parallel.zero < 3
 
