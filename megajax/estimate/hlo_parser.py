@@ -12,9 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 # The kernels of megajax/ops/flash_attention.py, grouped_kernels.py and tokamax_kernels.py, by op name: Pallas's, in Triton
 # or in Mosaic. In the names of tokamax's, its own follow.
-OWN = re.compile(r'/((?:flash_attention|grouped_matmul|gated)_\w+)/(?:[^"]*/)?(?:pallas_call|mpmd_map)"')
+OWN = re.compile(r'/((?:flash_attention|grouped_matmul|gated|norm)_\w+)/(?:[^"]*/)?(?:pallas_call|mpmd_map)"')
 GROUPED = "grouped_matmul"  # their names begin so
-GATED = "gated_gradients"  # of megajax/ops/gated_down.py, without a matmul
+PLAIN = (
+    "gated_gradients",
+    "norm_gradients",
+    "norm_and_save",
+)  # of megajax/ops/gated_down.py and norm_kernel.py, without a matmul
 # Custom calls, attention's included.
 MATMULS = re.compile(rf"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha|{OWN.pattern}")
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -205,7 +209,7 @@ def array_bytes(array: tuple[str, tuple[int, ...]]) -> int:
 def is_matmul(line: Line) -> bool:
     """Whether a line is a matmul or fused attention."""
     if line.op == "custom-call":
-        return MATMULS.search(line.rest) is not None and kernel_name(line) != GATED
+        return MATMULS.search(line.rest) is not None and kernel_name(line) not in PLAIN
     return line.op == "dot"
 
 

@@ -50,7 +50,15 @@ WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')  # 0: none
 OWN_BACKWARD = "flash_attention_backward"
 OWN_PRODUCTS = {1: 3, 2: 4}
 # Own kernels that read or update one part of a stack in place, and the number of a stack's axes.
-IN_STACKS = {"grouped_matmul_product": 4, "grouped_matmul_add": 4, "gated_gradients": 3}
+IN_STACKS = {
+    "grouped_matmul_product": 4,
+    "grouped_matmul_add": 4,
+    "gated_gradients": 3,
+    "norm_gradients": 3,
+    "norm_and_save": 3,
+}
+ONLY_WRITES = "norm_and_save"
+UNWRITTEN = 'custom_call_target="AllocateBuffer"'  # `lax.empty`
 SCALAR = 1024  # bytes: what a fusion does with smaller arrays (loop counters, slots) does not decide its class
 
 
@@ -88,7 +96,7 @@ class Kernel:
 
 def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, Sequence[Line]]) -> Kernel | None:
     """The kernel of a line; None if it has none. `types`: of the results in the line's computation, by name."""
-    if line.op in FREE:
+    if line.op in FREE or UNWRITTEN in line.rest:
         return None
     if line.op in ("fusion", "fusion-start"):
         return _fusion(line, computations[called_by(line.rest)[0]])
@@ -99,6 +107,8 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
         if stack_axes := IN_STACKS.get(kernel_name(line).rstrip("0123456789.")):
             read -= sum(_other_parts(types.get(name, ""), stack_axes) for name in operands(line))
             written -= _other_parts(line.type, stack_axes)
+            if kernel_name(line) == ONLY_WRITES:
+                read -= inputs[0] - _other_parts(types.get(operands(line)[0], ""), stack_axes)
         return _products(line.name, read, written, [line], types) or Kernel(line.name, "elementwise", read, written)
     if line.op in ("dynamic-slice", "slice", "gather"):
         read = out

@@ -181,6 +181,7 @@ class Blocks(ExpertKernels, AttentionKernels):
     def _forward_kernels(self) -> Work:
         """A forward without its communication and the stash."""
         products, elementwise = self._matmuls(self._products), self.traffic(self._elementwise, self._fused * FORWARD)
+        elementwise += self.norms(backward=False)
         return products + self.attention[0] + elementwise + self._repeated(0) + self.expert_traffic(0)
 
     @functools.cached_property
@@ -220,6 +221,7 @@ class Blocks(ExpertKernels, AttentionKernels):
         elementwise = self.traffic(
             BACKWARD_TRAFFIC * self._elementwise + moved, self._fused * (BACKWARD + count * BIAS)
         )
+        elementwise += self.norms(backward=True)
         if self.program.gates_in_one_pass and is_gated(self.model) and not self.model.experts:
             elementwise += self.traffic(-self._gates, -1)
         return products + again + self.attention[1] + elementwise + self._repeated(1) + self.expert_traffic(1)
@@ -345,13 +347,17 @@ class Blocks(ExpertKernels, AttentionKernels):
         gated, full = is_gated(self.model), self.parallel.recompute == "full"
         widest = self.rows * max(product.outputs for product in self._products) * self.item
         second = self._matmuls(self._products[-1:])
-        for part in exposed_parts(gated, full, self.latencies):
+        parts = exposed_parts(gated, full, self.latencies)
+        if self.parallel.pipe == 1:  # the backward's first gather is an iteration ahead, but for the first block's
+            parts = () if gated and self.latencies else parts[1:]
+            exposed = one / self.run.model.layers
+        for part in parts:
             beside = self.traffic(part.residuals * self.residual + part.widest * widest, part.kernels).total
             exposed += max(0.0, part.collectives * one - beside - part.products * second.total)
         if not (self.latencies or gated or full):
             exposed = max(exposed, UNTOLD * one)
         beside = kernels.matmul + kernels.attention
         here = in_a_host(self.parallel, self.gpu, self.parallel.tensor, "tensor")
-        listed = here and gated  # with every collective that is exposed where they take less time
+        listed = here and gated and parts  # with every collective that is exposed where they take less time
         crowded = 0.0 if listed else min(all_of_them, max(0.0, 2 * all_of_them - beside))
         return max(self._pairs / 2 * exposed, all_of_them - beside) + CROWDED * crowded

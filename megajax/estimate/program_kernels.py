@@ -10,12 +10,15 @@ from megajax.estimate.communication import Sent
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.memory import ITEMSIZE, Sharding, rows_of
 from megajax.estimate.rates import devices_here, in_a_host, rates_of
+from megajax.ops.norm_kernel import PROGRAMS
 from megajax.pipeline.program import StepProgram
 
 __all__ = ["Kernels", "Work"]
 
 # Of the collectives of activations half are of each of these kinds.
 RING = ("all-gather", "reduce-scatter")
+# Norms of a block whose kernels do more (`megajax.ops.norm_kernel`), by the model's `norm_placement`.
+IN_ONE_PASS = {"pre": 2, "both": 2, "parallel": 1}
 
 
 class Work(NamedTuple):
@@ -100,6 +103,19 @@ class Kernels:
         written = rows * columns * (4 if sums else self.item)
         moved = operands * (rows * inner + inner * columns) + written * (2 if sums else 1)
         return self.rates.product(2 * rows * inner * columns, written, moved, faster)
+
+    def norms(self, *, backward: bool) -> Work:
+        """What kernels of norms do not read, write and launch (`StepProgram.norms_in_one_pass`): negative.
+
+        The backward reads x and its gradient once, and sums the scale's in parts. The forward's kernel reads what x is the
+        sum of, and writes x to the stash: of the two, one is the block's input.
+        """
+        count = IN_ONE_PASS.get(getattr(self.run.model, "norm_placement", ""), 0) * self.program.norms_in_one_pass
+        if backward:
+            parts = 2 * 4 * min(PROGRAMS, self.rows // self.split) * self.model.hidden
+            return self.traffic(count * (parts - 2 * self.residual), -2 * count)
+        early = not self.program.merges or self.parallel.pipe == 1  # `pipeline.operations.Operations.forward`
+        return self.traffic(-early * count * 1.5 * self.residual, -early * count)
 
     def ring(self, count: float, group: int, axis: str) -> float:
         """Seconds of an all-gather or a reduce-scatter of `count` bytes in all, their mean; an all-reduce is both."""

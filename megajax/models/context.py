@@ -1,5 +1,6 @@
 """The `ModelContext` of a run: sharding rules, attention, fp8 and ring matmuls, token tables, recompute, dropout."""
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
 from megajax.ops.gated_down import gated_down
 from megajax.ops.grouped_matmul import GroupedMatmuls, kernel_for
 from megajax.ops.linear import RESIDUAL, Operations, plain_operations
+from megajax.ops.norm_kernel import norm_in_one_pass
 from megajax.ops.ring_attention import AxisName, gather_sequence, ring_attention, sequence_sum
 from megajax.ops.tokamax_kernels import generation
 from megajax.ops.vocabulary import VocabularySharding, lookup, over_pipe, plain_lookup
@@ -118,7 +120,7 @@ def model_context(
     device: jax.Device,
     dtype: Any = jnp.float32,
     training: bool = True,
-    gates_in_one_pass: bool = False,
+    in_one_pass: Collection[str] = (),
 ) -> ModelContext:
     """The `ModelContext` of a run on its mesh.
 
@@ -129,7 +131,7 @@ def model_context(
       device: one of the mesh's; it may belong to a topology that is only compiled for.
       dtype: of activations and matmuls.
       training: False: no dropout.
-      gates_in_one_pass: see `StepProgram`; on NVIDIA GPUs, from A100s on.
+      in_one_pass: see `StepProgram`; on NVIDIA GPUs, from A100s on.
 
     Raises:
       ConfigError: the rules do not shard experts over a mesh that does; or fp8 without its library.
@@ -144,9 +146,12 @@ def model_context(
     elif not rules.mesh_axes("vocabulary"):
         vocabulary = VocabularySharding(shares, plain_lookup)
     operations = _operations(run, rules, attention, device)
-    if gates_in_one_pass and generation(device) is not None:
-        gated = lambda up, kernel, activation: gated_down(up, kernel, activation, rules.constrain)  # noqa: E731
-        operations = operations._replace(gated=gated)
+    if in_one_pass and generation(device) is not None:
+        kernels = {
+            "gates": ("gated", lambda up, kernel, activation: gated_down(up, kernel, activation, rules.constrain)),
+            "norms": ("norm", lambda x, scale, epsilon: norm_in_one_pass(x, scale, epsilon, rules.sequence_parallel)),
+        }
+        operations = operations._replace(**dict(kernels[name] for name in in_one_pass))
     return ModelContext(
         constrain=rules.constrain,
         operations=operations,

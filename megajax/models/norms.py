@@ -1,5 +1,7 @@
 """The norms of a block and of the head, in fp32."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -31,9 +33,11 @@ class Norm(nnx.Module):
         if config.norm == "layernorm" and config.biases:
             self.bias = parameter(jnp.zeros(config.hidden), "hidden", decay=False)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Norms x [..., h]; the result has x's type."""
+    def __call__(self, x: jax.Array, one_pass: Callable[..., jax.Array] | None = None) -> jax.Array:
+        """Norms x [..., h]; the result has x's type. `one_pass`: RMS norms are computed by it (`Operations.norm`)."""
         bias = self.bias[...] if hasattr(self, "bias") else None
+        if one_pass is not None and bias is None and self.config.norm != "layernorm":
+            return one_pass(x, scale_of(self.config, self.scale), self.config.norm_epsilon)
         return norm(
             x, scale_of(self.config, self.scale), bias, self.config.norm == "layernorm", self.config.norm_epsilon
         )

@@ -86,7 +86,8 @@ class Block(nnx.Module):
             Dropout(self.config.lora_dropout, self.context, microbatch, layer) if self.config.lora_dropout else None
         )
         post_norm, placement = self.config.post_norm, self.config.norm_placement
-        y = x if post_norm or placement == "post" else self._split(self.attention_norm(x), "attention_input")
+        one_pass = self.context.operations.norm
+        y = x if post_norm or placement == "post" else self._split(self.attention_norm(x, one_pass), "attention_input")
         mix = self.attention if self.config.mixer == "attention" else self.mixer
         attended, entries = mix(y, microbatch, layer, dropout, cache, lora_drop)
         x = x + self._added("attention", attended, dropout)
@@ -95,7 +96,7 @@ class Block(nnx.Module):
         if placement != "parallel":
             x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")
             norm = self.attention_norm if post_norm else None if placement == "post" else self.feedforward_norm
-            y = x if norm is None else self._split(norm(x), "feedforward_input")
+            y = x if norm is None else self._split(norm(x, one_pass), "feedforward_input")
         fed = self.feedforward(y, microbatch) if self.config.experts else self.feedforward(y, lora_drop)
         x = (y if post_norm else x) + self._added("feedforward", fed, dropout)
         if post_norm:

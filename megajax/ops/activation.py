@@ -1,4 +1,4 @@
-"""GELU (1606.08415): by tanh as GPT-2 has it, and exact.
+"""GELU (1606.08415): by tanh as GPT-2 has it, and exact; and what a softmax divides by.
 
 The backward of the former computes the same sigmoid in another form.
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["exact_gelu", "gelu"]
+__all__ = ["exact_gelu", "gelu", "largest_and_sum"]
 
 SCALE, CUBIC = math.sqrt(2 / math.pi), 0.044715
 
@@ -46,3 +46,25 @@ def _exact_gelu_jvp(primals, tangents):
     (x,), (tangent,) = primals, tangents
     density = jnp.exp(-0.5 * x * x) * (2 * jnp.pi) ** -0.5
     return exact_gelu(x), (0.5 * (1 + lax.erf(x * 0.5**0.5)) + x * density) * tangent
+
+
+def largest_and_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest element m of the last axis of x, fp32, and the sum of exp(x - m).
+
+    On GPUs in one pass over memory (1805.02867), where XLA makes a kernel for each of two reductions.
+    """
+
+    def in_turn(x):
+        largest = x.max(-1)
+        return largest, jnp.exp(x - largest[..., None]).sum(-1)
+
+    def at_once(x):
+        start = jnp.finfo(jnp.float32).min, jnp.float32(0)
+        return lax.reduce((x, jnp.ones_like(x)), start, _joined, (x.ndim - 1,))
+
+    return lax.platform_dependent(x, cpu=in_turn, default=at_once)
+
+
+def _joined(one: tuple, other: tuple) -> tuple:
+    largest = jnp.maximum(one[0], other[0])
+    return largest, one[1] * jnp.exp(one[0] - largest) + other[1] * jnp.exp(other[0] - largest)

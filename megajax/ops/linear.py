@@ -51,12 +51,14 @@ class Operations(NamedTuple):
         `megajax.ops.attention.plain_attention`; names the values that it saves. `document` [b, s] has the place in the
         sample of the first token of each token's document, as `megajax.ops.ring_attention.split_batch` writes it. A block
         passes the last two only if it is not causal. None: `plain_attention`.
+      norm: (x [b, split s, h], scale [h], epsilon) -> RMS norm, see `megajax.ops.norm_kernel`. None: `megajax.ops.norm`.
     """
 
     column: Callable[[jax.Array, jax.Array, tuple], jax.Array]
     row: Callable[[jax.Array, jax.Array, int], jax.Array]
     attend: Callable[..., jax.Array] | None = None
     gated: Callable[..., jax.Array] | None = None
+    norm: Callable[[jax.Array, jax.Array, float], jax.Array] | None = None
 
 
 def plain_operations(constrain: Constrain = identity, product: Callable[..., jax.Array] | None = None) -> Operations:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.ops.activation import largest_and_sum
 from megajax.ops.in_place import addend
 
 __all__ = [
@@ -165,9 +166,8 @@ def _forward(table, tokens, sequence_parallel):
             bits = lax.psum(bits, AXIS)
         return _from_bits(bits, table.dtype)
 
-    specs = dict(in_specs=(P(AXIS), P()), out_specs=_split(sequence_parallel))
-    rows = jax.shard_map(local, axis_names={AXIS}, **specs)(table, tokens)
-    return rows, (tokens, table[:, :0])  # no element of the table, but its rows, type and sharding
+    run = jax.shard_map(local, axis_names={AXIS}, in_specs=(P(AXIS), P()), out_specs=_split(sequence_parallel))
+    return run(table, tokens), (tokens, table[:, :0])  # no element of the table, but its rows, type and sharding
 
 
 def _backward(sequence_parallel, residuals, gradient):
@@ -372,8 +372,8 @@ def token_scores(
 
 def normaliser(masked, ranks):
     """fp32 [b, s]: the logarithms of the softmax's normalisers, and the largest logits."""
-    largest = ranks.max(masked.max(-1))
-    return largest + jnp.log(ranks.sum(jnp.exp(masked - largest[..., None]).sum(-1))), largest
+    largest = ranks.max((own := largest_and_sum(masked))[0])
+    return largest + jnp.log(ranks.sum(own[1] * jnp.exp(own[0] - largest))), largest
 
 
 def _softmax(logits, labels, vocabulary, ranks):

@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.early_stash import stash_as_computed
-from megajax.pipeline.jaxprs import Addend, fp32_gradients, reading_in_place
+from megajax.pipeline.jaxprs import Addend, fp32_gradients, inlined_jaxpr, reading_in_place, resharding, tensor_specs
 from megajax.pipeline.layout import fp32_zeros, vary
+from megajax.pipeline.norm_equations import with_merged_norms
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import SlotApart, StashRef, TickStash, empty_stash
 from megajax.pipeline.trained import merge, only_trained, split
@@ -80,7 +81,19 @@ class BlockSteps:
     def empty_stash(self, slots: int, x: Tree, microbatch: Tree, *, on_host: bool) -> Tree:
         """As `Stack.empty_stash`."""
         values = self._template(x, microbatch).saved, x
-        return empty_stash(slots, self.per_chunk, values, on_host=on_host)
+        specs = self._specs(x, microbatch) if self.in_place and not on_host else ()
+        return empty_stash(slots, self.per_chunk, values, on_host=on_host, specs=specs)
+
+    def _specs(self, x: Tree, microbatch: Tree) -> list[PartitionSpec | None]:
+        """How what a block saves is split over tensor, and its input, which is like its output."""
+
+        def run(x, microbatch, layer):
+            y, vjp, given = self._vjp(0, layer, x, microbatch)
+            return saved_residuals(vjp, given), y
+
+        leaves, structure = jax.tree.flatten((x, microbatch, vary(jnp.zeros((), jnp.int32))))
+        flat = lambda *leaves: jax.tree.leaves(run(*structure.unflatten(leaves)))  # noqa: E731
+        return tensor_specs(inlined_jaxpr(flat, *leaves).jaxpr)
 
     def empty_kept(self, slots: int, x: Tree, microbatch: Tree) -> Tree:
         """As `Stack.empty_kept`."""
@@ -118,24 +131,36 @@ class BlockSteps:
 
         return step
 
-    def backward_step(self, dy: Tree, work: ChunkWork, keep=None) -> Callable:
-        """The backward, state (dy, the stash's buffer, gradients, records); returns it without the buffer."""
+    def backward_step(self, dy: Tree, work: ChunkWork, keep=None, *, ahead: bool = False) -> Callable:
+        """The backward, state (dy, the stash's buffer, gradients, records); returns it without the buffer.
+
+        If `ahead`, the state has (dy, what `resharded` returns for it) in place of dy.
+        """
         template = self._template(dy, work.microbatch)
 
         def step(slot, place, zero, state):
             dy, buffer, gradients, records = state
+            dy, known = dy if ahead else (dy, None)
             stashed = dataclasses.replace(work, stash=dataclasses.replace(work.stash, buffer=buffer))
             saved, stacks = self._saved(slot, place, stashed, template, zero)
-            dw, dx = self._backward(template.backward, *saved, dy, stacks=stacks)
+            dw, dx = self._backward(template.backward, *saved, dy, stacks=stacks, ahead=known)
             dx = self.blocks.select(work.stage, slot, dx, dy)
             add = lambda total, new, cut: self._add_at(total, place, new, cut, keep)  # noqa: E731
             records = work.record(records, place, output_gradient=dy, input_gradient=dx)
+            if ahead:
+                dx = dx, resharding(template.backward, *saved, dy)(jax.tree.leaves(dx)[-1])
             if not self.unrolled:
                 return dx, jax.tree.map(add, gradients, dw, self.trained_cut), records
             new = jax.tree.map(add, gradients[place], dw, self.trained_cut)
             return dx, (*gradients[:place], new, *gradients[place + 1 :]), records
 
         return step
+
+    def resharded(self, dy: Tree, work: ChunkWork) -> list[jax.Array]:
+        """The block's output gradient in the shardings in which its backward reads it too, such as gathered over tensor."""
+        template = self._template(dy, work.microbatch)
+        saved, _ = self._saved(0, 0, work, template, 0)
+        return resharding(template.backward, *saved, dy)(jax.tree.leaves(dy)[-1])
 
     def input_step(self, dy: Tree, work: ChunkWork) -> Callable:
         """I, state (dy, gradients, the buffer of `work.kept`, records)."""
@@ -166,9 +191,10 @@ class BlockSteps:
 
         return step
 
-    def _backward(self, backward: Callable, *arguments: Tree, stacks=()) -> tuple[Tree, Tree]:
+    def _backward(self, backward: Callable, *arguments: Tree, stacks=(), ahead=None) -> tuple[Tree, Tree]:
         """`backward(*arguments) -> (gradients, others)`; with `in_place`, see `fp32_gradients`."""
-        return fp32_gradients(backward, *arguments, stacks=stacks) if self.in_place else backward(*arguments)
+        how = {"stacks": stacks, "rewrite": with_merged_norms, "ahead": ahead}
+        return fp32_gradients(backward, *arguments, **how) if self.in_place else backward(*arguments)
 
     def _split(self, template: VJPTemplate, residuals: Tree, weights: Tree, x: Tree) -> Split:
         """The block's backward as I and W. A gradient has the type of its primal, so `x` is the example of dy too."""

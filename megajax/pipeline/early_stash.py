@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from megajax.ops.norm_kernel import NORM, saved_norm
 from megajax.pipeline.jaxprs import SAME, VIEWS, Parts, inlined_jaxpr, read
 from megajax.pipeline.stash import StashRef
 from megajax.runtime.compat import Literal
@@ -49,13 +50,16 @@ def stash_as_computed(
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
     results, saved = jaxpr.outvars[: of_result.num_leaves], jaxpr.outvars[of_result.num_leaves :]
     unwritten = dict(enumerate(saved))
+    norms = _saving_norms(jaxpr, makers, saved)
+    later = {place for place, _ in norms.values()}  # written by a norm's kernel, with what it is the sum of
+    waiting = {index for _, indices in norms.values() for index in indices}
     written: dict[int, list] = {}  # places of values that are no matmuls' results, and the names of each
     last_use = {
         var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if not isinstance(var, Literal)
     }
 
     def write(known: Callable) -> None:
-        for place in [place for place, var in unwritten.items() if known(var)]:
+        for place in [place for place, var in unwritten.items() if place not in later and known(var)]:
             var = unwritten.pop(place)
             whole = stash.write_array(buffers[place], block, read(values, var))
             names = _names(makers, var)
@@ -72,7 +76,20 @@ def stash_as_computed(
     write(lambda var: isinstance(var, Literal) or var in values)
     parts = Parts(jaxpr.invars, arguments, stacks)
     for index, eqn in enumerate(jaxpr.eqns):
-        parts.bind(eqn, values)
+        if index in waiting:
+            continue
+        if index in norms:
+            place, indices = norms[index]
+            var, terms = unwritten.pop(place), jaxpr.eqns[indices[0]].invars if indices else eqn.invars[:1]
+            terms = [read(values, term) for term in terms]
+            stack, at = stash.stack(buffers[place], block)
+            stack, values[eqn.outvars[0]] = saved_norm(stack, at, read(values, eqn.invars[1]), *terms, **eqn.params)
+            buffers[place] = stack.reshape(buffers[place].shape)
+            if indices:
+                value = stash.read_array(lax.optimization_barrier(buffers[place]), block)
+                values.update(dict.fromkeys(_names(makers, var), value))
+        else:
+            parts.bind(eqn, values)
         if eqn.primitive.name == "dot_general":
             for place, names in written.items():
                 if any(last_use.get(name, -1) > index for name in names):
@@ -81,6 +98,28 @@ def stash_as_computed(
             written.clear()
         write(lambda var: var in eqn.outvars)  # noqa: B023
     return of_result.unflatten(read(values, var) for var in results), jax.tree.unflatten(structure, buffers)
+
+
+def _saving_norms(jaxpr, makers: dict, saved: list) -> dict[int, tuple[int, list[int]]]:
+    """The norms of saved values, which a kernel computes, sums and writes (`megajax.ops.norm_kernel`).
+
+    Returns:
+      For the index of a norm, the place of the value, and the equations from its sum to the norm, which the kernel replaces;
+      none if it is an argument.
+    """
+    found: dict[int, tuple[int, list[int]]] = {}
+    roots = [names[-1] if (names := _names(makers, var)) else None for var in saved]
+    for index, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive is not NORM or (root := _names(makers, eqn.invars[0])[-1]) not in roots:
+            continue
+        place = roots.index(root)
+        if root in jaxpr.invars:
+            found[index] = place, []
+        elif makers[root].primitive.name == "add" and all(term.aval == root.aval for term in makers[root].invars):
+            start = next(number for number, one in enumerate(jaxpr.eqns) if root in one.outvars)
+            if all(one.primitive.name in SAME for one in jaxpr.eqns[start + 1 : index]):
+                found[index] = place, [*range(start, index)]
+    return found
 
 
 def _names(makers: dict, var) -> list:

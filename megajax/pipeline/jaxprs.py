@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from megajax.ops.in_place import ADDEND, OF_PART, addend, of_part
 from megajax.runtime.compat import Literal, jaxpr_as_fun, varying_axes
+from megajax.sharding.rules import only
 
 CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 OPTIMIZED = "optimization_barrier"
@@ -93,7 +95,12 @@ def inlined_jaxpr(function: Callable, *arguments: jax.Array):
 
 
 def with_fp32_gradients(
-    function: Callable, count: int, *arguments: jax.Array, stacks: Sequence = ()
+    function: Callable,
+    count: int,
+    *arguments: jax.Array,
+    stacks: Sequence = (),
+    rewrite: Callable = lambda closed: closed,
+    ahead: Sequence[jax.Array] | None = None,
 ) -> list[jax.Array | Addend]:
     """Evaluates a function of arrays, with those of its first `count` results that are matmuls computed in fp32.
 
@@ -101,9 +108,15 @@ def with_fp32_gradients(
     kernel whose result is fp32. A sum of several matmuls, or a result of another operation, keeps its type. Of a kernel
     that can add to an accumulator, the result is the `Addend`.
 
-    `stacks`: see `Parts`.
+    Args:
+      function: traceable.
+      count: see above.
+      arguments: arrays.
+      stacks: see `Parts`.
+      rewrite: closed jaxpr -> another one of the same function.
+      ahead: the last argument in other shardings (`resharding`); None: they are computed here.
     """
-    jaxpr = (closed := inlined_jaxpr(function, *arguments)).jaxpr
+    jaxpr = (closed := rewrite(inlined_jaxpr(function, *arguments))).jaxpr
     makers = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     uses = Counter(var for eqn in jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal))
     uses.update(var for var in jaxpr.outvars if not isinstance(var, Literal))
@@ -112,8 +125,12 @@ def with_fp32_gradients(
         chains |= _chain_to_matmul(jaxpr, makers, uses, var)
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
     parts = Parts(jaxpr.invars, arguments, stacks)
+    reshards = _reshards(jaxpr)
+    given = {} if ahead is None else dict(zip(reshards, ahead, strict=True))
     for index, eqn in enumerate(jaxpr.eqns):
-        if index not in chains:
+        if index in given:
+            values[eqn.outvars[0]] = given[index]
+        elif index not in chains:
             parts.bind(eqn, values)
         elif eqn.primitive.name == "dot_general":
             bind(eqn, values, preferred_element_type=jnp.dtype(jnp.float32))
@@ -125,16 +142,50 @@ def with_fp32_gradients(
             if isinstance(viewed := read(values, eqn.invars[0]), Addend):
                 values[eqn.invars[0]] = viewed.value()
             bind(eqn, values)
+
     return [read(values, var) for var in jaxpr.outvars]
 
 
-def fp32_gradients(backward: Callable, *arguments: Any, stacks: Sequence = ()) -> tuple[Any, Any]:
-    """`backward(*arguments) -> (gradients, others)`, pytrees, with `with_fp32_gradients` of the gradients."""
+def resharding(function: Callable, *arguments: Any) -> Callable[[jax.Array], list[jax.Array]]:
+    """From the last array of a function's arguments, pytrees, to what it is only resharded to, as a gradient is.
+
+    A loop over blocks can compute them an iteration ahead; `with_fp32_gradients` takes them.
+    """
+    leaves, structure = jax.tree.flatten(arguments)
+    jaxpr = inlined_jaxpr(lambda *leaves: jax.tree.leaves(function(*structure.unflatten(leaves))), *leaves).jaxpr
+    reshards = _reshards(jaxpr)
+
+    def run(last: jax.Array) -> list[jax.Array]:
+        values = {jaxpr.invars[-1]: last}
+        for index in sorted({index for chain in reshards.values() for index in chain}):
+            bind(jaxpr.eqns[index], values)
+        return [values[jaxpr.eqns[index].outvars[0]] for index in reshards]
+
+    return run
+
+
+def _reshards(jaxpr) -> dict[int, list[int]]:
+    """The equations that change the sharding of the last argument, each with those before it; by index."""
+    chains: dict[Any, list[int]] = {jaxpr.invars[-1]: []}
+    found, first = {}, None
+    for index, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name not in SAME or eqn.invars[0] not in chains:
+            continue
+        chain = chains[eqn.outvars[0]] = [*chains[eqn.invars[0]], index]
+        sharding = eqn.params.get("sharding")
+        first = first or sharding
+        if sharding is not None and sharding.spec != first.spec:
+            found[index] = chain
+    return found
+
+
+def fp32_gradients(backward: Callable, *arguments: Any, **how: Any) -> tuple[Any, Any]:
+    """`backward(*arguments) -> (gradients, others)`, pytrees, with `with_fp32_gradients(**how)` of the gradients."""
     leaves, structure = jax.tree.flatten(arguments)
     gradients, others = jax.eval_shape(backward, *arguments)
     count, results = len(jax.tree.leaves(gradients)), jax.tree.structure((gradients, others))
     flat = lambda *leaves: jax.tree.leaves(backward(*jax.tree.unflatten(structure, leaves)))  # noqa: E731
-    return jax.tree.unflatten(results, with_fp32_gradients(flat, count, *leaves, stacks=stacks))
+    return jax.tree.unflatten(results, with_fp32_gradients(flat, count, *leaves, **how))
 
 
 def _chain_to_matmul(jaxpr, makers: dict, uses: Counter, var) -> set[int]:
@@ -151,6 +202,25 @@ def _chain_to_matmul(jaxpr, makers: dict, uses: Counter, var) -> set[int]:
             return set()
         var = eqn.invars[0]
     return set()
+
+
+def tensor_specs(jaxpr) -> list[PartitionSpec | None]:
+    """The partition over tensor of each result; None where no equation tells."""
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+    def spec_of(var) -> PartitionSpec | None:
+        while not isinstance(var, Literal) and (eqn := makers.get(var)) is not None:
+            name = eqn.primitive.name
+            if name == "shard_map":
+                return only(eqn.params["out_specs"][eqn.outvars.index(var)], ("tensor",))
+            if name == "sharding_constraint":
+                return only(eqn.params["sharding"].spec, ("tensor",))
+            if name not in SAME:
+                return None
+            var = eqn.invars[0]
+        return None
+
+    return list(map(spec_of, jaxpr.outvars))
 
 
 def evaluate(jaxpr, consts, arguments) -> list:

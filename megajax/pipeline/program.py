@@ -13,6 +13,7 @@ from megajax.config import RunConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.config.schedule_rules import SCHEDULE_OPTIONS
 from megajax.ops.attention_choice import AS_REQUESTED, FUSED, Choice
+from megajax.ops.norm_kernel import LARGEST
 from megajax.pipeline.options import embeds_ahead, merged_schedule, stashes_nothing
 from megajax.pipeline.slots import send_routes, slot_tables, stage_edges
 from megajax.schedules.errors import counted
@@ -200,6 +201,25 @@ class StepProgram:
         I and W do not know the stack that weights are of, and without a loop over blocks each has its own sums.
         """
         return self.in_place and self.run.parallel.zero < 3  # which gathers weights and scatters gradients
+
+    @property
+    def norms_in_one_pass(self) -> bool:
+        """Whether the backward of a block's RMS norms reads each row once (`megajax.ops.norm_kernel`).
+
+        If it computes the norm's result again, in a loop, and nothing later needs it.
+        """
+        model, parallel = self.run.model, self.run.parallel
+        again = (
+            parallel.recompute == "selective" and parallel.recompute_blocks == 1 and not (self.splits or self.unrolls)
+        )
+        fits = getattr(model, "norm", None) == "rmsnorm" and model.hidden <= LARGEST
+        return self.in_place and again and fits and parallel.zero < 3
+
+    @property
+    def in_one_pass(self) -> tuple[str, ...]:
+        """Whose backwards read once what XLA would read twice: "gates" and "norms"."""
+        each = {"gates": self.gates_in_one_pass, "norms": self.norms_in_one_pass}
+        return tuple(name for name, holds in each.items() if holds)
 
     # Collectives.
 

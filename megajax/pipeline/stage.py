@@ -201,8 +201,14 @@ class Stack(ChunkParts):
         def both(starts, slots, low, high, zero, state):
             ahead, back = (work.at_slot(slot) for work, slot in zip(works, slots, strict=True)) if slots else works
             write = self.kinds[ONE].forward_step(ahead, early=bool(slots))
-            read = self.kinds[ONE].backward_step(dy, back)
+            read = self.kinds[ONE].backward_step(state[1], back, ahead=bool(slots))
             first, last = starts[0] * self.per_chunk, (starts[1] + 1) * self.per_chunk - 1
+            if (
+                slots
+            ):  # with one stage; with several there are few blocks, and a gradient in two shardings is more memory
+                # An iteration begins with dy: gathered in the one before, beside the weights' gradients.
+                x, dy, *others = state
+                state = x, (dy, self.kinds[ONE].resharded(dy, back)), *others
 
             def one(count, state):
                 x, dy, buffer, gradients, records = state
@@ -216,7 +222,8 @@ class Stack(ChunkParts):
                     x, buffer, records = write(count, first + count, zero, (x, buffer, records))
                 return x, dy, buffer, gradients, records
 
-            return lax.fori_loop(low, high, one, state)
+            x, dy, *others = lax.fori_loop(low, high, one, state)
+            return x, dy[0] if slots else dy, *others
 
         state, (low, high) = (x, dy, works[0].stash.buffer, gradients, works[0].records), works[0].blocks
         bounds = self.ranges(works[0].parts)

@@ -5,35 +5,50 @@ from the forward (or I) that writes them until the backward (or W) that reads th
 """
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
+
+from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 
 Tree = Any
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def empty_stash(slots: int, blocks: int, shapes: Tree, *, on_host: bool = False) -> Tree:
-    """A buffer of zeros.
+def empty_stash(
+    slots: int, blocks: int, shapes: Tree, *, on_host: bool = False, specs: Sequence[PartitionSpec | None] = ()
+) -> Tree:
+    """A buffer of zeros, or where `specs` tells of any values, on GPUs: backwards read what forwards have written.
 
     Args:
       slots: how many chunk activations it holds.
       blocks: blocks in a chunk.
       shapes: pytree of arrays or ShapeDtypeStruct, the values of one block: leaves [...] give [slots, blocks, ...].
       on_host: allocates the buffer in host memory (`--offload-activations`).
+      specs: how the arrays of `shapes`, in order, are split over tensor. XLA's partitioner would not divide an array without
+        values. None: not known.
     """
 
-    def empty(leaf):
+    def empty(leaf, spec):
         shape = (slots, blocks, *leaf.shape)
+        if spec is not None and not on_host:
+            parts = [jax.sharding.get_abstract_mesh().shape[TENSOR] if axis == TENSOR else 1 for axis in spec]
+            own = [size // count for size, count in itertools.zip_longest(leaf.shape, parts, fillvalue=1)]
+            make = lambda: lax.empty((slots, blocks, *own), leaf.dtype)  # noqa: E731
+            return on_tensor_shards(make, (), PartitionSpec(None, None, *spec))()
         if not on_host:
             return jnp.zeros(shape, leaf.dtype)
         # A scalar is broadcast in host memory: XLA then allocates the buffer there and transfers nothing from the
         # device.
         return jnp.broadcast_to(jax.device_put(jnp.zeros([1] * len(shape), leaf.dtype), HOST), shape)
 
-    return jax.tree.map(empty, shapes)
+    leaves, structure = jax.tree.flatten(shapes)
+    return structure.unflatten([empty(*one) for one in itertools.zip_longest(leaves, specs)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +108,11 @@ class StashRef:
 
     def stacks(self, block, zero=0) -> list[tuple[jax.Array, jax.Array]]:
         """For each array of `read`, the stack [slots * blocks, ...] and the place in it that it is read from."""
-        wholes = jax.tree.leaves(self.buffer)
-        return [(a.reshape(-1, *a.shape[2:]), (self.slot + zero) * a.shape[1] + block) for a in wholes]
+        return [self.stack(whole, block, zero) for whole in jax.tree.leaves(self.buffer)]
+
+    def stack(self, whole: jax.Array, block, zero=0) -> tuple[jax.Array, jax.Array]:
+        """As `stacks`, for one array of the buffer."""
+        return whole.reshape(-1, *whole.shape[2:]), (self.slot + zero) * whole.shape[1] + block
 
     def read_array(self, whole: jax.Array, block, zero=0) -> jax.Array:
         """As `read`, for one array of the buffer."""

@@ -37,6 +37,11 @@ def to_compute(params: Any, fp32: Any, precision: str) -> Any:
     return jax.tree.map(lambda p, keep: p if keep else cast(p, dtype), params, fp32)
 
 
+def shared_apart(params: Any) -> Any:
+    """The cast parameters, of which XLA's GPU compiler does not cast token tables after they were gathered in fp32."""
+    return {**params, "shared": jax.tree.map(jax.lax.optimization_barrier, params["shared"])}
+
+
 def cast_frozen(params: Any, trained: Any, fp32: Any, precision: str) -> Any:
     """The parameters as they are stored: frozen ones in the type to compute with, the others in fp32.
 

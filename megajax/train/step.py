@@ -42,7 +42,7 @@ from megajax.train.deadlocks import with_check
 from megajax.train.latency_estimates import latency_options, with_latencies
 from megajax.train.lr_schedule import Schedule, learning_rate
 from megajax.train.optimizer import MakeOptimizer, make_optimizer, samples_trained
-from megajax.train.precision import cast_frozen, compute_dtype, make_loss_scale, to_compute
+from megajax.train.precision import cast_frozen, compute_dtype, make_loss_scale, shared_apart, to_compute
 from megajax.train.state import TrainState, average_of, averaged
 
 Tree = Any
@@ -222,6 +222,7 @@ class Training:
     def _cast(self, params: Tree) -> Tree:
         """The parameters to compute with: first cast, then gathered from their stored sharding."""
         params = to_compute(params, self.model.fp32_mask(), self.run.train.precision)
+        params = shared_apart(params) if self.program.in_place else params
         params = jax.lax.with_sharding_constraint(params, self._named(self.specs.computed))
         return {**params, "blocks": group_blocks(params["blocks"], self.run.parallel.recompute_blocks)}
 
@@ -332,9 +333,8 @@ class Training:
 
     def _model(self, training: bool) -> PipelineModel:
         device, dtype = self.mesh.devices.flat[0], compute_dtype(self.run.train.precision)
-        one_pass = training and self.program.gates_in_one_pass
-        context = model_context(self.run, self.rules, self.program.attention, device, dtype, training, one_pass)
-        return self.model_class(self.run.model, context)
+        how = device, dtype, training, self.program.in_one_pass if training else ()
+        return self.model_class(self.run.model, model_context(self.run, self.rules, self.program.attention, *how))
 
     def evaluation(self) -> tuple[PipelineModel, ExecutorFunctions]:
         """The model without dropout, and its functions, for `forward`."""

@@ -143,7 +143,6 @@ def test_places_in_stores_are_places(word):
 
 COMMANDS = {  # the words of a command, with a path in the place of X
     "megajax.data.preprocess": [
-        "--input a --out X --tokenizer byte",
         "--input a --out b --tokenizer X",
         "merge --input a X --out b",
         "merge --input a --out X",
