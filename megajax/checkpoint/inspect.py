@@ -110,9 +110,12 @@ def _show(path: Path, verify: bool) -> bool:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
     except (OverflowError, ValueError, OSError):
         saved = "at an unknown time"
-    of_experts = ("experts", "experts_per_token", "shared_feedforward", "router_groups", "router_group_choices")
+    of_experts = ("experts", "experts_per_token", "shared_feedforward")
+    of_experts += ("router_groups", "router_group_choices", "router_group_best")
     unused = [*of_experts] if not model.get("experts") else []
-    unused += [name for name in ("dense_layers", "lora") if not model.get(name)]
+    unused += [name for name in ("dense_layers", "lora", "kv_latent", "query_latent") if not model.get(name)]
+    if model.get("mixer", "attention") == "attention" and not any("mixer=" in one for one in model.get("kind_fields", ())):
+        unused += [name for name in model if name.startswith("recurrent_")]
     sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int and name not in unused)
     print(one_line(str(path)))
     print(

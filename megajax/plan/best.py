@@ -160,7 +160,7 @@ class _BestFirst:
     def _unscheduled(self, base: RunConfig) -> Iterator[Fields]:
         known = {name: values for name, values in self.filters.items() if name not in SCHEDULE_FIELDS}
         for fields in layouts(base, self.question.gpus, known):
-            ranks = fields["context"] if fields["context_exchange"] == "ring" else 1
+            ranks = 1 if fields["context_exchange"] == "all_to_all" else fields["context"]
             attention = attention_of(base, self.question.gpu, fields["attention"], ranks)
             if attention is not None:
                 yield {**fields, "attention": attention}

@@ -119,8 +119,10 @@ def _axis_order(run: RunConfig, gpus: int, layout: Fields) -> list[tuple[str, ..
 
 def _context_exchange(run: RunConfig, gpus: int, layout: Fields) -> list[str]:
     """Those that the heads of a device allow."""
+    if layout["context"] == 1:
+        return ["auto"]
     one = run.with_layout(tensor=layout["tensor"], context=layout["context"])
-    return ["all_to_all", "ring"] if layout["context"] > 1 and exchanges(one) else ["ring"]
+    return ["all_to_all", "ring"] if exchanges(one) else ["ring"]
 
 
 def _replicas(layout: Fields) -> int:
