@@ -58,7 +58,6 @@ IN_STACKS = {
     "norm_and_save": 3,
 }
 ONLY_WRITES = "norm_and_save"
-UNWRITTEN = 'custom_call_target="AllocateBuffer"'  # `lax.empty`
 SCALAR = 1024  # bytes: what a fusion does with smaller arrays (loop counters, slots) does not decide its class
 
 
@@ -96,7 +95,7 @@ class Kernel:
 
 def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, Sequence[Line]]) -> Kernel | None:
     """The kernel of a line; None if it has none. `types`: of the results in the line's computation, by name."""
-    if line.op in FREE or UNWRITTEN in line.rest:
+    if line.op in FREE:
         return None
     if line.op in ("fusion", "fusion-start"):
         return _fusion(line, computations[called_by(line.rest)[0]])

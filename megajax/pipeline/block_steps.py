@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.early_stash import stash_as_computed
-from megajax.pipeline.jaxprs import Addend, fp32_gradients, inlined_jaxpr, reading_in_place, resharding, tensor_specs
+from megajax.pipeline.jaxprs import Addend, fp32_gradients, reading_in_place, resharding
 from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.norm_equations import with_merged_norms
 from megajax.pipeline.split_backward import Split, split_backward
@@ -81,19 +81,7 @@ class BlockSteps:
     def empty_stash(self, slots: int, x: Tree, microbatch: Tree, *, on_host: bool) -> Tree:
         """As `Stack.empty_stash`."""
         values = self._template(x, microbatch).saved, x
-        specs = self._specs(x, microbatch) if self.in_place and not on_host else ()
-        return empty_stash(slots, self.per_chunk, values, on_host=on_host, specs=specs)
-
-    def _specs(self, x: Tree, microbatch: Tree) -> list[PartitionSpec | None]:
-        """How what a block saves is split over tensor, and its input, which is like its output."""
-
-        def run(x, microbatch, layer):
-            y, vjp, given = self._vjp(0, layer, x, microbatch)
-            return saved_residuals(vjp, given), y
-
-        leaves, structure = jax.tree.flatten((x, microbatch, vary(jnp.zeros((), jnp.int32))))
-        flat = lambda *leaves: jax.tree.leaves(run(*structure.unflatten(leaves)))  # noqa: E731
-        return tensor_specs(inlined_jaxpr(flat, *leaves).jaxpr)
+        return empty_stash(slots, self.per_chunk, values, on_host=on_host)
 
     def empty_kept(self, slots: int, x: Tree, microbatch: Tree) -> Tree:
         """As `Stack.empty_kept`."""

@@ -11,11 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from megajax.ops.in_place import ADDEND, OF_PART, addend, of_part
 from megajax.runtime.compat import Literal, jaxpr_as_fun, varying_axes
-from megajax.sharding.rules import only
 
 CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 OPTIMIZED = "optimization_barrier"
@@ -202,25 +200,6 @@ def _chain_to_matmul(jaxpr, makers: dict, uses: Counter, var) -> set[int]:
             return set()
         var = eqn.invars[0]
     return set()
-
-
-def tensor_specs(jaxpr) -> list[PartitionSpec | None]:
-    """The partition over tensor of each result; None where no equation tells."""
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-
-    def spec_of(var) -> PartitionSpec | None:
-        while not isinstance(var, Literal) and (eqn := makers.get(var)) is not None:
-            name = eqn.primitive.name
-            if name == "shard_map":
-                return only(eqn.params["out_specs"][eqn.outvars.index(var)], ("tensor",))
-            if name == "sharding_constraint":
-                return only(eqn.params["sharding"].spec, ("tensor",))
-            if name not in SAME:
-                return None
-            var = eqn.invars[0]
-        return None
-
-    return list(map(spec_of, jaxpr.outvars))
 
 
 def evaluate(jaxpr, consts, arguments) -> list:

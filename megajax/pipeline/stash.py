@@ -5,50 +5,35 @@ from the forward (or I) that writes them until the backward (or W) that reads th
 """
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
-
-from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 
 Tree = Any
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def empty_stash(
-    slots: int, blocks: int, shapes: Tree, *, on_host: bool = False, specs: Sequence[PartitionSpec | None] = ()
-) -> Tree:
-    """A buffer of zeros, or where `specs` tells of any values, on GPUs: backwards read what forwards have written.
+def empty_stash(slots: int, blocks: int, shapes: Tree, *, on_host: bool = False) -> Tree:
+    """A buffer of zeros.
 
     Args:
       slots: how many chunk activations it holds.
       blocks: blocks in a chunk.
       shapes: pytree of arrays or ShapeDtypeStruct, the values of one block: leaves [...] give [slots, blocks, ...].
       on_host: allocates the buffer in host memory (`--offload-activations`).
-      specs: how the arrays of `shapes`, in order, are split over tensor. XLA's partitioner would not divide an array without
-        values. None: not known.
     """
 
-    def empty(leaf, spec):
+    def empty(leaf):
         shape = (slots, blocks, *leaf.shape)
-        if spec is not None and not on_host:
-            parts = [jax.sharding.get_abstract_mesh().shape[TENSOR] if axis == TENSOR else 1 for axis in spec]
-            own = [size // count for size, count in itertools.zip_longest(leaf.shape, parts, fillvalue=1)]
-            make = lambda: lax.empty((slots, blocks, *own), leaf.dtype)  # noqa: E731
-            return on_tensor_shards(make, (), PartitionSpec(None, None, *spec))()
         if not on_host:
             return jnp.zeros(shape, leaf.dtype)
         # A scalar is broadcast in host memory: XLA then allocates the buffer there and transfers nothing from the
         # device.
         return jnp.broadcast_to(jax.device_put(jnp.zeros([1] * len(shape), leaf.dtype), HOST), shape)
 
-    leaves, structure = jax.tree.flatten(shapes)
-    return structure.unflatten([empty(*one) for one in itertools.zip_longest(leaves, specs)])
+    return jax.tree.map(empty, shapes)
 
 
 @dataclasses.dataclass(frozen=True)
