@@ -110,7 +110,9 @@ class Kernels:
         The backward reads x and its gradient once, and sums the scale's in parts. The forward's kernel reads what x is the
         sum of, and writes x to the stash: of the two, one is the block's input.
         """
-        count = IN_ONE_PASS.get(getattr(self.run.model, "norm_placement", ""), 0) * self.program.norms_in_one_pass
+        model = self.run.model
+        count = IN_ONE_PASS.get(getattr(model, "norm_placement", ""), 0) * self.program.norms_in_one_pass
+        count = min(count, 2 if getattr(model, "feedforward_size", 0) else 1)
         if backward:
             parts = 2 * 4 * min(PROGRAMS, self.rows // self.split) * self.model.hidden
             return self.traffic(count * (parts - 2 * self.residual), -2 * count)

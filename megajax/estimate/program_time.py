@@ -2,7 +2,7 @@
 
 ends           embedding, head, embedding's backward; split over `pipe`, with sums over it
 ticks          received values written, sends between stages, the host's waits for conditions
-once a step    cast, sums over replicas, the gradient's norm, the update (`update_time.py`); zeros for the sums
+once a step    cast, sums over replicas, the gradient's norm, the update (`update_time.py`); zeros for the stash and the sums
 """
 
 import functools
@@ -166,8 +166,8 @@ class Program(Kernels):
         run, parallel = self.run, self.parallel
         held, zero = trained_rank_parameters(run, self.sharding), self.sharding.zero
         state, sums = (sharded_parameters(run, held, is_sharded) for is_sharded in (zero > 0, zero == 3))
-        in_memory = not (self.program.in_place or parallel.offload_activations)
-        kept = sum(kind.kept * slots for kind, slots in self.kinds)  # in place it has no zeros at the start
+        in_memory = not (self.program.unrolls or parallel.offload_activations)
+        kept = sum(kind.kept * slots for kind, slots in self.kinds)
         stash = self.program.slots.stash * kept if in_memory else 0
         moved = state * (CAST + NORM) + sums * ZEROS + stash
         sent = [Work(**{one.axis.split()[0]: self.seconds_of(one)}) for one in step_sends(run)]
