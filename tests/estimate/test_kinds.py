@@ -78,8 +78,8 @@ def test_flops_by_hand():
 
 def test_the_slowest_stage_takes_the_time():
     """With narrow dense layers the stage s s s, as in a model without dense layers; with wide ones d d s."""
-    large = dataclasses.replace(SPARSE, hidden=1024, heads=8, feedforward=512, sequence_length=1024)
-    times = {}
+    large = dataclasses.replace(SPARSE, hidden=1024, heads=8, feedforward=512, sequence_length=1024, norm="layernorm")
+    times = {}  # RMS norms have other kernels where ticks merge, which they do not with several kinds
     for name, model in {
         "sparse": large,
         "narrow": dataclasses.replace(large, dense_layers=2, dense_feedforward=512),

@@ -10,7 +10,8 @@ from tests import gpu
 def test_a_block_gathers_six_times_and_scatters_four_times():
     """2205.05198 section 4.2.2: two and two forward, the conjugates backward, and two inputs gathered again for dW.
 
-    The gradient of a row-parallel product in particular is gathered once, not for each of the matmuls that take it.
+    The gradient of a row-parallel product in particular is gathered once, not for each of the matmuls that take it. In the
+    three merged ticks a backward gathers that of its next block an iteration ahead: once more than it has blocks.
     """
     layout = {"data": 2, "tensor": 2, "recompute": "selective", "attention": "xla"}
     text, _ = gpu.compile_step(gpu.LARGE, 4, **layout)
@@ -19,7 +20,7 @@ def test_a_block_gathers_six_times_and_scatters_four_times():
     runs = 4 * gpu.LARGE.layers
     whole = gpu.LARGE.sequence_length * gpu.LARGE.hidden * 2
     made = {kind: sum(c.times * c.bytes for c in found if c.kind == kind) for kind in ("all-gather", "reduce-scatter")}
-    assert made == {"all-gather": 6 * runs * whole, "reduce-scatter": 4 * runs * whole / 2}  # XLA may join several
+    assert made == {"all-gather": (6 * runs + 3) * whole, "reduce-scatter": 4 * runs * whole / 2}  # XLA may join several
     rest = [c for c in found if c.kind not in ("all-gather", "reduce-scatter")]
     assert (
         sum(c.times * c.bytes for c in rest) < runs * whole / 100
