@@ -4,7 +4,7 @@ A bound is the model of `estimate` without what cannot be known yet, or costs mo
 
     time      blocks of all microbatches, as one forward and one backward of a chunk or as both merged, whichever is shorter;
               embedding and head; the collectives and the update at the end of the step; with a schedule also its bubble.
-              Without communication round rings, within groups of experts, and of ZeRO-3's blocks, and without ticks
+              Without communication within groups of experts, and without ticks
     memory    weights, optimizer, gradients and 16-bit weights, of the fewest layers that a rank can hold. Without the stash
 
 Both are at most what `step_time` and `bytes_per_device` say of every layout that has the known fields
@@ -150,6 +150,8 @@ class Bounds:
             own += (parallel.schedule, parallel.data)
         elif not inside:  # neighbours on other axes decide how many of a tensor group are in a host
             own += (parallel.pipe, parallel.data)
+        elif parallel.zero == 3:
+            own += (parallel.data,)
         return self._shared(("blocks", own), lambda: tuple(self._times(run, splits, inside)))
 
     def _times(self, run: RunConfig, splits: bool, inside: bool) -> Iterator[BlockTimes]:
@@ -158,7 +160,7 @@ class Bounds:
         if parallel.pipe > 1:
             same |= {"schedule": "zb_h1" if splits else "1f1b", "chunks": 1, "group_size": None, "live_chunks": None}
             if inside:
-                same |= {"pipe": 2, "data": self.gpus}  # with ZeRO-3 a device adds its part of a block's gradients
+                same |= {"pipe": 2}  # with more stages no more replicas, and ranks of a sample, are in a host
         one = run.with_layout(**same)
         program, item = StepProgram.of(one), ITEMSIZE[run.train.precision]
         for kind in layers_of_kinds(one):
@@ -206,11 +208,8 @@ def _unscheduled(run: RunConfig) -> RunConfig:
 
 
 def _bounded(work: Work) -> float:
-    """Seconds without the communication that depends on where the replicas of a group are.
-
-    That of the ranks of a sample stays: with two stages no fewer of them are in a host than with more.
-    """
-    return work.total - work.data - work.expert
+    """Seconds without the communication of experts, which depends on where the replicas of a group are."""
+    return work.total - work.expert
 
 
 _sizes = functools.lru_cache(maxsize=1 << 16)(
