@@ -348,7 +348,7 @@ class Blocks(ExpertKernels, AttentionKernels):
         widest = self.rows * max(product.outputs for product in self._products) * self.item
         second = self._matmuls(self._products[-1:])
         parts = exposed_parts(gated, full, self.latencies)
-        if self.parallel.pipe == 1:  # the backward's first gather is an iteration ahead, but for the first block's
+        if self.parallel.pipe == 1 and self.parallel.zero < 3:  # the backward's first gather is an iteration ahead
             parts = () if gated and self.latencies else parts[1:]
             exposed = one / self.run.model.layers
         for part in parts:

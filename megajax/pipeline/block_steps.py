@@ -73,6 +73,11 @@ class BlockSteps:
         """How many chunks the rank has, or versions of one (`pipedream_2bw`)."""
         return jax.tree.leaves(self.weights)[0].shape[0] // self.per_chunk
 
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether replicas gather a block's weights when it runs: ZeRO-3."""
+        return any(cut.axis is not None for cut in _cuts(self.cut))
+
     def empty_gradients(self) -> Tree:
         """As `Stack.empty_gradients`."""
         zeros = fp32_zeros(only_trained(self.weights, self.trained))
@@ -108,7 +113,7 @@ class BlockSteps:
         """The forward, state (x, the stash's buffer, records); writes to the stash, if `early` as soon as it can
         (`early_stash.py`), but for ZeRO-3: XLA then gathers weights later.
         """
-        early = early and not any(cut.axis is not None for cut in _cuts(self.cut))
+        early = early and not self.gathers_weights
 
         def step(slot, place, zero, state):
             x, buffer, records = state
@@ -208,7 +213,7 @@ class BlockSteps:
 
     def _weight_stacks(self, weights: tuple[Tree, Tree], place) -> list:
         """Where the weights of one block, which no replica gathers, are (`jaxprs.Parts`)."""
-        if not self.in_place or any(cut.axis is not None for cut in _cuts(self.cut)):
+        if not self.in_place or self.gathers_weights:
             return []
         stacks = jax.tree.leaves(split(self.weights, self.trained))
         return [(one, (stack, place)) for one, stack in zip(jax.tree.leaves(weights), stacks, strict=True)]

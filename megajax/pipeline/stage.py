@@ -201,12 +201,12 @@ class Stack(ChunkParts):
         def both(starts, slots, low, high, zero, state):
             ahead, back = (work.at_slot(slot) for work, slot in zip(works, slots, strict=True)) if slots else works
             write = self.kinds[ONE].forward_step(ahead, early=bool(slots))
-            read = self.kinds[ONE].backward_step(state[1], back, ahead=bool(slots))
+            # With one stage: with several there are few blocks, and a gradient in two shardings is more memory. With ZeRO-3
+            # XLA copies what it then saves.
+            early = bool(slots) and not self.kinds[ONE].gathers_weights
+            read = self.kinds[ONE].backward_step(state[1], back, ahead=early)
             first, last = starts[0] * self.per_chunk, (starts[1] + 1) * self.per_chunk - 1
-            if (
-                slots
-            ):  # with one stage; with several there are few blocks, and a gradient in two shardings is more memory
-                # An iteration begins with dy: gathered in the one before, beside the weights' gradients.
+            if early:  # an iteration begins with dy: gathered in the one before, beside the weights' gradients
                 x, dy, *others = state
                 state = x, (dy, self.kinds[ONE].resharded(dy, back)), *others
 
@@ -223,7 +223,7 @@ class Stack(ChunkParts):
                 return x, dy, buffer, gradients, records
 
             x, dy, *others = lax.fori_loop(low, high, one, state)
-            return x, dy[0] if slots else dy, *others
+            return x, dy[0] if early else dy, *others
 
         state, (low, high) = (x, dy, works[0].stash.buffer, gradients, works[0].records), works[0].blocks
         bounds = self.ranges(works[0].parts)

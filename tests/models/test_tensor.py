@@ -20,7 +20,10 @@ def test_a_block_gathers_six_times_and_scatters_four_times():
     runs = 4 * gpu.LARGE.layers
     whole = gpu.LARGE.sequence_length * gpu.LARGE.hidden * 2
     made = {kind: sum(c.times * c.bytes for c in found if c.kind == kind) for kind in ("all-gather", "reduce-scatter")}
-    assert made == {"all-gather": (6 * runs + 3) * whole, "reduce-scatter": 4 * runs * whole / 2}  # XLA may join several
+    assert made == {
+        "all-gather": (6 * runs + 3) * whole,
+        "reduce-scatter": 4 * runs * whole / 2,
+    }  # XLA may join several
     rest = [c for c in found if c.kind not in ("all-gather", "reduce-scatter")]
     assert (
         sum(c.times * c.bytes for c in rest) < runs * whole / 100
