@@ -18,10 +18,10 @@ def with_context_exchange(run: RunConfig, gpu: Gpu) -> RunConfig:
     which no ticks merge, has a chunk less in flight. If neither fits the smaller one; ring if neither is allowed, whose
     error says what to pass. Losses do not depend on it, and a checkpoint can be loaded with either.
     """
-    if run.parallel.context == 1 or run.parallel.context_exchange != "auto":
+    if run.parallel.context_exchange != "auto":
         return run
     ring = run.with_layout(context_exchange="ring")
-    if not exchanges(run):
+    if run.parallel.context == 1 or not exchanges(run):
         return ring
     exchanged = run.with_layout(context_exchange="all_to_all")
     if not StepProgram.of(ring).paired:

@@ -62,8 +62,16 @@ class ExposedPart(NamedTuple):
     products: int = 0
 
 
-def exposed_parts(gated: bool, full: bool, latencies: bool) -> tuple[ExposedPart, ...]:
-    """The parts of a block with attention and an MLP, gated or not, with full recomputation or not; see `has_latencies`."""
+def exposed_parts(gated: bool, full: bool, latencies: bool, ahead: bool = False) -> tuple[ExposedPart, ...]:
+    """The parts of a block with attention and an MLP, gated or not, with full recomputation or not; see `has_latencies`.
+
+    `ahead`: the backward's first gather runs an iteration ahead (`pipeline.stage`). Of a gated MLP's then two collectives
+    behind one of its matmuls are left.
+    """
+    if ahead and gated and latencies:
+        return (ExposedPart(2, 0, 0, 0, products=1),)
+    if ahead:
+        return exposed_parts(gated, full, latencies)[1:]
     if full:
         return ExposedPart(1, 2, 0, 2), ExposedPart(5 if gated else 4, 12, 0, 7)
     if not gated:

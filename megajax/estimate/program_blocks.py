@@ -43,7 +43,7 @@ CROWDED = 0.1
 # times of matmuls.
 UNTOLD = 1.35
 # Exposed collectives of ZeRO-3, relative to all: of a forward, of a backward, of both merged.
-SHARDED_FORWARD, SHARDED_BACKWARD, SHARDED_MERGED = 0.33, 0.46, 0.16
+SHARDED_FORWARD, SHARDED_BACKWARD, SHARDED_MERGED = 0.33, 0.46, 0.28
 # Bytes for each parameter of a block where nothing is done in place: its 16-bit slice, read and written, in each pass; its
 # gradient, in 16 bits, added to the fp32 sum.
 ACCUMULATION = 10
@@ -347,10 +347,9 @@ class Blocks(ExpertKernels, AttentionKernels):
         gated, full = is_gated(self.model), self.parallel.recompute == "full"
         widest = self.rows * max(product.outputs for product in self._products) * self.item
         second = self._matmuls(self._products[-1:])
-        parts = exposed_parts(gated, full, self.latencies)
-        if self.parallel.pipe == 1 and self.parallel.zero < 3:  # the backward's first gather is an iteration ahead
-            parts = () if gated and self.latencies else parts[1:]
-            exposed = one / self.run.model.layers
+        ahead = self.parallel.pipe == 1 and self.parallel.zero < 3  # but for the first block's of a pass
+        parts = exposed_parts(gated, full, self.latencies, ahead)
+        exposed += ahead * one / self.run.model.layers
         for part in parts:
             beside = self.traffic(part.residuals * self.residual + part.widest * widest, part.kernels).total
             exposed += max(0.0, part.collectives * one - beside - part.products * second.total)
@@ -358,6 +357,6 @@ class Blocks(ExpertKernels, AttentionKernels):
             exposed = max(exposed, UNTOLD * one)
         beside = kernels.matmul + kernels.attention
         here = in_a_host(self.parallel, self.gpu, self.parallel.tensor, "tensor")
-        listed = here and gated and parts  # with every collective that is exposed where they take less time
+        listed = here and gated  # with every collective that is exposed where they take less time
         crowded = 0.0 if listed else min(all_of_them, max(0.0, 2 * all_of_them - beside))
         return max(self._pairs / 2 * exposed, all_of_them - beside) + CROWDED * crowded

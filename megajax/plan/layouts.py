@@ -120,7 +120,7 @@ def _axis_order(run: RunConfig, gpus: int, layout: Fields) -> list[tuple[str, ..
 def _context_exchange(run: RunConfig, gpus: int, layout: Fields) -> list[str]:
     """Those that the heads of a device allow."""
     if layout["context"] == 1:
-        return ["auto"]
+        return ["ring"]
     one = run.with_layout(tensor=layout["tensor"], context=layout["context"])
     return ["all_to_all", "ring"] if exchanges(one) else ["ring"]
 
