@@ -87,7 +87,7 @@ def is_running(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
         return "\nState:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end between opening and reading
         return False
 
 

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.in_place import addend
-from megajax.pipeline.jaxprs import Addend, evaluate, fp32_gradients, inlined_jaxpr, resharding, tensor_specs
+from megajax.pipeline.jaxprs import Addend, evaluate, fp32_gradients, resharding
 
 
 def test_operands_that_were_traced_as_equal_on_all_devices_may_vary():
@@ -76,20 +75,3 @@ def test_a_gathered_gradient_is_computed_ahead():
         (of_weight,), dx = jax.jit(run)(weight, dy)
     np.testing.assert_array_equal(of_weight, 4 * dy.T @ dy)
     np.testing.assert_array_equal(dx, 3 * dy)
-
-
-def test_how_results_are_split_over_tensor():
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def run(x):
-        split = lax.with_sharding_constraint(x, P("data", "tensor"))
-        return (
-            checkpoint_name(split, "x"),
-            jax.shard_map(jnp.sin, in_specs=P("tensor"), out_specs=P("tensor"))(x),
-            x + 1,
-            x,
-        )
-
-    with jax.set_mesh(mesh):
-        specs = tensor_specs(inlined_jaxpr(run, jnp.ones((4, 4))).jaxpr)
-    assert specs == [P(None, "tensor"), P("tensor"), None, None]
