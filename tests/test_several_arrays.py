@@ -71,15 +71,9 @@ def run_of(name, schedule="1f1b", mesh=(2, 2, 2), chunks=1, **options):
     return run
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        pytest.param(name, schedule, marks=() if (name, schedule) in QUICK else pytest.mark.slow)
-        for QUICK in [{("dit", "zb_v")}]
-        for name in MODELS
-        for schedule in LAYOUTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_the_unpipelined_models(name, schedule):
     mesh, chunks, options = LAYOUTS[schedule]
     run = run_of(name, schedule, mesh, chunks, **options)

@@ -23,10 +23,11 @@ def check_devices(program: StepProgram, device: jax.Device) -> None:
         check_ring_flags("chunks")
     for field in parallel.rings:
         if not program.paired:  # in a mixed tick a rank would wait for a send that never comes
+            instead = "--context-exchange all_to_all" if field == "context" else "--tensor-overlap none"
             raise ConfigError(
                 f"{field} = {getattr(parallel, field)} sends round a ring inside every block, which "
-                f"{program.schedule.name} does not run on all ranks at once: pass --schedule interleaved_1f1b, eager_1f1b "
-                "or gpipe."
+                f"{program.schedule.name} does not run on all ranks at once: pass {instead}, or --schedule "
+                "interleaved_1f1b, eager_1f1b or gpipe."
             )
         check_ring_flags(field)
 

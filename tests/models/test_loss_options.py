@@ -36,9 +36,8 @@ class Judge(GPT):
         return (jnp.where(labels == IGNORED_LABEL, 0, losses) * microbatch["weights"]).sum()
 
 
-@pytest.mark.parametrize(
-    "placement, schedule, chunks", [("pipe", "1f1b", 1), pytest.param("tensor", "zb_v", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("placement, schedule, chunks", [("pipe", "1f1b", 1), ("tensor", "zb_v", 2)])
 def test_the_loss_is_that_of_optax(placement, schedule, chunks):
     layout = {"schedule": schedule, "chunks": chunks, "vocab_parallel": placement}
     run = small.make_run((1, 2, 2), model=CONFIG, train=OPTIONS, **layout)

@@ -53,7 +53,6 @@ def grid(*quick: tuple[str, str]):
 @grid(
     ("adamw", "zero3"),
     ("muon", "zero1"),
-    ("optax.adafactor", "uneven"),
     ("partition", "zero1"),
 )
 def test_updates_are_those_of_plain_optax(name, layout):

@@ -70,7 +70,8 @@ def distillation(model, shared, y, microbatch):
     return losses.sum(), {"loss": losses, "index": microbatch["sample"]}
 
 
-@pytest.mark.parametrize("placement", [pytest.param("tensor", marks=pytest.mark.slow), "pipe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["tensor", "pipe"])
 def test_a_loss_of_the_users_has_outputs(placement):
     """Distillation from a teacher's logits, by a schedule's table, under both placements of the vocabulary."""
     table = make_schedule("1f1b", stages=2, microbatches=2)
