@@ -4,8 +4,8 @@ Names are those of universal_pathlib, which has pathlib's operators for every fi
 disk takes them as it takes a `pathlib.Path`. etils.epath, which orbax uses, keeps lists of objects that other processes
 have changed since, knows a fixed set of stores, and cannot create an object on condition that there is none.
 
-An object is written whole or not at all, and can be neither renamed nor appended to. A folder is a prefix of the names of
-objects: it exists while there is an object with this prefix.
+Writing an object is atomic; it can be neither renamed nor appended to. A directory is a prefix of objects' keys: it exists
+while there is an object whose key has this prefix.
 
 Every function raises an OSError with a `strerror` for whatever its library raises: a store that does not answer is an error
 and never an empty folder.

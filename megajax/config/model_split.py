@@ -81,7 +81,7 @@ def _check_exchange(model: Any, parallel: ParallelConfig) -> None:
     """Raises ConfigError if heads cannot be split over the ranks of a sample as `context_exchange` requires."""
     if parallel.context == 1 or parallel.context_exchange != "all_to_all":
         return
-    queries, keys = heads_of_device(model, parallel)
+    queries, keys = heads_of_device(model.heads, model.key_value_heads, parallel.tensor)
     if not can_exchange(queries, keys, parallel.context):
         legal = [n for n in divisors(queries) if can_exchange(queries, keys, n)]
         raise ConfigError(
@@ -91,9 +91,9 @@ def _check_exchange(model: Any, parallel: ParallelConfig) -> None:
         )
 
 
-def heads_of_device(model: Any, parallel: ParallelConfig) -> tuple[int, int]:
+def heads_of_device(heads: int, groups: int, tensor: int) -> tuple[int, int]:
     """(heads of queries, heads of keys) of a device; of fewer keys' than tensor ranks, each has a copy of one."""
-    return model.heads // parallel.tensor, max(1, model.key_value_heads // parallel.tensor)
+    return heads // tensor, max(1, groups // tensor)
 
 
 def can_exchange(queries: int, keys: int, ranks: int) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megajax.config import ParallelConfig, RunConfig
+from megajax.config.model_split import heads_of_device
 from megajax.estimate import model_costs
 from megajax.estimate.expert_dispatch import CHOICES, GATHER, dispatches, sent_share
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
@@ -346,8 +347,8 @@ def exchanged_elements(run: RunConfig) -> tuple[float, float]:
     if model.attention is None:
         return 0.0, 0.0
     one = rows_of(model, parallel) * model.attention.head_size
-    keys = max(1, model.attention.groups // parallel.tensor)
-    return one * model.attention.heads / parallel.tensor, one * max(keys, parallel.context)
+    queries, keys = heads_of_device(model.attention.heads, model.attention.groups, parallel.tensor)
+    return one * queries, one * max(keys, parallel.context)
 
 
 def context_sends(run: RunConfig) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """What `--context-exchange auto` resolves to: keys and values round a ring, or the sequence exchanged for heads."""
 
 from megajax.config import RunConfig
-from megajax.config.model_split import can_exchange
+from megajax.config.model_split import can_exchange, heads_of_device
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
@@ -39,5 +39,5 @@ def exchanges(run: RunConfig) -> bool:
     attention, parallel = model_costs(run.model).attention, run.parallel
     if attention is None:
         return False
-    queries, keys = attention.heads // parallel.tensor, max(1, attention.groups // parallel.tensor)
-    return attention.heads % parallel.tensor == 0 and can_exchange(queries, keys, parallel.context)
+    here = heads_of_device(attention.heads, attention.groups, parallel.tensor)
+    return attention.heads % parallel.tensor == 0 and can_exchange(*here, parallel.context)

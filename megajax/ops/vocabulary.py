@@ -1,7 +1,6 @@
 """Token tables whose rows are sharded: over the tensor axis (1909.08053 section 3), or over pipe as well.
 
-Embedding lookup, and the cross entropy and the most likely tokens of logits whose last axis is sharded like the table's
-rows.
+Embedding lookup, and the cross entropy and the most likely tokens of logits that are sharded as the table's rows are.
 
 Left to XLA's partitioner, a gather from a sharded axis can abort the compiler inside a partly manual `shard_map`. So
 both directions of `lookup` enter a nested `shard_map` over "tensor": each rank looks up the tokens whose rows it has,
@@ -372,8 +371,9 @@ def token_scores(
 
 def normaliser(masked, ranks):
     """fp32 [b, s]: the logarithms of the softmax's normalisers, and the largest logits."""
-    largest = ranks.max((own := largest_and_sum(masked))[0])
-    return largest + jnp.log(ranks.sum(own[1] * jnp.exp(own[0] - largest))), largest
+    here, total = largest_and_sum(masked)
+    largest = ranks.max(here)
+    return largest + jnp.log(ranks.sum(total * jnp.exp(here - largest))), largest
 
 
 def _softmax(logits, labels, vocabulary, ranks):

@@ -25,7 +25,8 @@ def with_merged_norms(closed):
     jaxpr = closed.jaxpr
     if not any(map(_is_gradients, jaxpr.eqns)):
         return closed
-    groups = [_Group(jaxpr, index) for index, eqn in enumerate(jaxpr.eqns) if _is_gradients(eqn)]
+    makers = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    groups = [_Group(jaxpr, makers, index) for index, eqn in enumerate(jaxpr.eqns) if _is_gradients(eqn)]
     merged = {index for group in groups for index in group.indices}
     single = [_Single(eqn) for index, eqn in enumerate(jaxpr.eqns) if index not in merged]
     order = _order([*groups, *single], {*jaxpr.constvars, *jaxpr.invars})
@@ -77,10 +78,11 @@ class _Group:
       results: those that they compute.
     """
 
-    def __init__(self, jaxpr, index: int):
+    def __init__(self, jaxpr, makers: dict, index: int):
+        """`makers`: the index of the equation that computes each variable."""
         self.eqn, self.added, self.residual, self.normed = jaxpr.eqns[index], None, None, None
-        self.makers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-        self.eqns, self.indices, self.operands = jaxpr.eqns, [index], _variables(self.eqn)
+        self.makers, self.eqns = makers, jaxpr.eqns
+        self.indices, self.operands = [index], _variables(self.eqn)
         uses = [number for number, eqn in enumerate(jaxpr.eqns) if self.eqn.outvars[0] in _variables(eqn)]
         if len(uses) == 1 and self.eqn.outvars[0] not in _of(jaxpr.outvars):
             self._add(uses[0])

@@ -12,7 +12,14 @@ from megajax.interop.hugging_face.description import LAYER, Description, Fields,
 from megajax.interop.hugging_face.keys import Keys
 from megajax.interop.hugging_face.llama_families import write_rotary
 from megajax.interop.hugging_face.recurrent_families import QWEN3_NEXT
-from megajax.interop.hugging_face.tensors import GATE, KEY, QUERIES, UP, VALUE, Piece
+from megajax.interop.hugging_face.tensors import (
+    KEY,
+    QUERIES,
+    VALUE,
+    Piece,
+    expert_pieces,
+    shared_expert_pieces,
+)
 
 __all__ = ["DESCRIBED_FAMILIES", "DESCRIPTIONS"]
 
@@ -134,21 +141,10 @@ OLMO_LEAVES = {
 }
 NO_BIASES = {"attention_bias": False}
 GATE_AND_UP = {"blocks/feedforward/up/kernel": (Piece(LAYER + "mlp.gate_up_proj.weight", "zf h", "hzf"),)}
-EXPERT, SHARED = LAYER + "mlp.experts.{}.", LAYER + "mlp.shared_experts."
 SHARED_EXPERTS = {
-    "blocks/feedforward/router/kernel": (Piece(LAYER + "mlp.gate.weight", "x h", "hx"),),
+    **expert_pieces(LAYER + "mlp."),
     "blocks/feedforward/router/bias": (Piece(LAYER + "mlp.gate.e_score_correction_bias", "x", "x"),),
-    "blocks/feedforward/router/losses": (),
-    "blocks/feedforward/up": (
-        Piece(EXPERT + "gate_proj.weight", "f h", "h1f", GATE),
-        Piece(EXPERT + "up_proj.weight", "f h", "h1f", UP),
-    ),
-    "blocks/feedforward/down": (Piece(EXPERT + "down_proj.weight", "h f", "fh"),),
-    "blocks/feedforward/shared/up/kernel": (
-        Piece(SHARED + "gate_proj.weight", "y h", "h1y", GATE),
-        Piece(SHARED + "up_proj.weight", "y h", "h1y", UP),
-    ),
-    "blocks/feedforward/shared/down/kernel": (Piece(SHARED + "down_proj.weight", "h y", "yh"),),
+    **shared_expert_pieces(LAYER + "mlp.shared_experts."),
 }
 ATTENTION = LAYER + "self_attn."
 LATENTS = {

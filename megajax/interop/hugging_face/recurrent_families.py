@@ -9,7 +9,7 @@ from megajax.interop.hugging_face.description import LAYER as LLAMA_LAYER
 from megajax.interop.hugging_face.description import Description, Fields
 from megajax.interop.hugging_face.expert_families import read_kinds, write_kinds
 from megajax.interop.hugging_face.keys import Family, Keys, read_fields, write_fields
-from megajax.interop.hugging_face.tensors import GATE, UP, Piece, Table
+from megajax.interop.hugging_face.tensors import GATE, UP, Piece, Table, expert_pieces, shared_expert_pieces
 
 __all__ = ["MAMBA2", "MAMBA2_FAMILY", "QWEN3_NEXT"]
 
@@ -110,7 +110,7 @@ def _write_next(model: ModelConfig) -> dict[str, Any]:
 
 
 DELTA, MLP = LLAMA_LAYER + "linear_attn.", LLAMA_LAYER + "mlp."
-EXPERT, SHARED, ATTENTION = MLP + "experts.{}.", MLP + "shared_expert.", LLAMA_LAYER + "self_attn."
+ATTENTION = LLAMA_LAYER + "self_attn."
 QWEN3_NEXT = Description(
     "qwen3_next",
     "Qwen3NextForCausalLM",
@@ -141,20 +141,8 @@ QWEN3_NEXT = Description(
         "blocks/mixer/log_rate": (Piece(DELTA + "A_log", "GR", "GR"),),
         "blocks/mixer/norm": (Piece(DELTA + "norm.weight", "P", "P"),),
         "blocks/mixer/output/kernel": (Piece(DELTA + "out_proj.weight", "h HP", "HPh"),),
-        "blocks/feedforward/router/kernel": (Piece(MLP + "gate.weight", "x h", "hx"),),
-        "blocks/feedforward/router/bias": (),
-        "blocks/feedforward/router/losses": (),
-        "blocks/feedforward/up": (
-            Piece(EXPERT + "gate_proj.weight", "f h", "h1f", GATE),
-            Piece(EXPERT + "up_proj.weight", "f h", "h1f", UP),
-        ),
-        "blocks/feedforward/down": (Piece(EXPERT + "down_proj.weight", "h f", "fh"),),
-        "blocks/feedforward/shared_gate": (Piece(MLP + "shared_expert_gate.weight", "u h", "hu"),),
-        "blocks/feedforward/shared/up/kernel": (
-            Piece(SHARED + "gate_proj.weight", "y h", "h1y", GATE),
-            Piece(SHARED + "up_proj.weight", "y h", "h1y", UP),
-        ),
-        "blocks/feedforward/shared/down/kernel": (Piece(SHARED + "down_proj.weight", "h y", "yh"),),
+        **expert_pieces(MLP),
+        **shared_expert_pieces(MLP + "shared_expert.", MLP + "shared_expert_gate"),
     },
     read=_read_next,
     write=_write_next,

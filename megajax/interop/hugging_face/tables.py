@@ -9,7 +9,17 @@ from collections.abc import Mapping
 
 from megajax.interop.hugging_face.described_families import DESCRIPTIONS
 from megajax.interop.hugging_face.recurrent_families import MAMBA2
-from megajax.interop.hugging_face.tensors import GATE, KEY, QUERIES, UP, VALUE, Piece, Table
+from megajax.interop.hugging_face.tensors import (
+    GATE,
+    KEY,
+    QUERIES,
+    UP,
+    VALUE,
+    Piece,
+    Table,
+    expert_pieces,
+    shared_expert_pieces,
+)
 
 __all__ = ["LLAMA", "LLAMA_LAYER", "QWEN3_MOE", "TABLES", "norm_pieces"]
 
@@ -61,33 +71,15 @@ LLAMA = Table(
 
 def _sparse(mlp: str, gate: str, up: str, down: str) -> dict[str, tuple[Piece, ...]]:
     """Llama's leaves with experts in place of the MLP, whose tensors begin with `mlp` in each layer."""
-    one = LLAMA_LAYER + mlp + "experts.{}."
-    return {name: pieces for name, pieces in LLAMA.leaves.items() if not name.startswith("blocks/feedforward/")} | {
-        "blocks/feedforward/router/kernel": (Piece(LLAMA_LAYER + mlp + "gate.weight", "x h", "hx"),),
-        "blocks/feedforward/router/bias": (),
-        "blocks/feedforward/router/losses": (),
-        "blocks/feedforward/up": (
-            Piece(f"{one}{gate}.weight", "f h", "h1f", GATE),
-            Piece(f"{one}{up}.weight", "f h", "h1f", UP),
-        ),
-        "blocks/feedforward/down": (Piece(f"{one}{down}.weight", "h f", "fh"),),
-    }
+    kept = {name: pieces for name, pieces in LLAMA.leaves.items() if not name.startswith("blocks/feedforward/")}
+    return kept | expert_pieces(LLAMA_LAYER + mlp, gate, up, down)
 
 
 MIXTRAL = dataclasses.replace(LLAMA, leaves=_sparse("block_sparse_moe.", "w1", "w3", "w2"))
 QWEN3_MOE = dataclasses.replace(LLAMA, leaves=_sparse("mlp.", "gate_proj", "up_proj", "down_proj"))
-_SHARED = LLAMA_LAYER + "mlp.shared_expert."
+_SHARED = LLAMA_LAYER + "mlp.shared_expert"
 QWEN2_MOE = dataclasses.replace(
-    QWEN3_MOE,
-    leaves={
-        **QWEN3_MOE.leaves,
-        "blocks/feedforward/shared_gate": (Piece(LLAMA_LAYER + "mlp.shared_expert_gate.weight", "u h", "hu"),),
-        "blocks/feedforward/shared/up/kernel": (
-            Piece(_SHARED + "gate_proj.weight", "y h", "h1y", GATE),
-            Piece(_SHARED + "up_proj.weight", "y h", "h1y", UP),
-        ),
-        "blocks/feedforward/shared/down/kernel": (Piece(_SHARED + "down_proj.weight", "h y", "yh"),),
-    },
+    QWEN3_MOE, leaves={**QWEN3_MOE.leaves, **shared_expert_pieces(f"{_SHARED}.", f"{_SHARED}_gate")}
 )
 OLMOE = dataclasses.replace(  # norms over all heads
     QWEN3_MOE,

@@ -43,6 +43,8 @@ __all__ = [
     "Piece",
     "Table",
     "axis_sizes",
+    "expert_pieces",
+    "shared_expert_pieces",
     "first_row",
     "from_leaf",
     "lead_axis",
@@ -99,6 +101,35 @@ class Table:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more_layers: bool = False
+
+
+def expert_pieces(
+    mlp: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[str, tuple[Piece, ...]]:
+    """The leaves of experts and their router, whose tensors begin with `mlp`; the router has no biases."""
+    one = mlp + "experts.{}."
+    return {
+        "blocks/feedforward/router/kernel": (Piece(mlp + "gate.weight", "x h", "hx"),),
+        "blocks/feedforward/router/bias": (),
+        "blocks/feedforward/router/losses": (),
+        "blocks/feedforward/up": (
+            Piece(f"{one}{gate}.weight", "f h", "h1f", GATE),
+            Piece(f"{one}{up}.weight", "f h", "h1f", UP),
+        ),
+        "blocks/feedforward/down": (Piece(f"{one}{down}.weight", "h f", "fh"),),
+    }
+
+
+def shared_expert_pieces(shared: str, gate: str = "") -> dict[str, tuple[Piece, ...]]:
+    """The leaves of the MLP that all tokens pass, whose tensors begin with `shared`; `gate`: its gate's, if it has one."""
+    gates = {"blocks/feedforward/shared_gate": (Piece(f"{gate}.weight", "u h", "hu"),)} if gate else {}
+    return gates | {
+        "blocks/feedforward/shared/up/kernel": (
+            Piece(shared + "gate_proj.weight", "y h", "h1y", GATE),
+            Piece(shared + "up_proj.weight", "y h", "h1y", UP),
+        ),
+        "blocks/feedforward/shared/down/kernel": (Piece(shared + "down_proj.weight", "h y", "yh"),),
+    }
 
 
 def axis_sizes(model: ModelConfig) -> dict[str, int]:
