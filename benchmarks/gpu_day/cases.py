@@ -18,9 +18,20 @@ EXACT = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 # differently, tokens may go to other experts.
 LIMITS = {"fp32": 2e-4, "tf32": 2e-3, "bf16": 2e-3, "fp16": 2e-3, "fp8": 5e-2, "experts": 5e-3}
 LLAMA = "--norm rmsnorm --activation swiglu --positions rotary --kv-heads 2 --no-tied-embeddings"
-MODELS = {"documents": "--reset-attention-mask", "llama": LLAMA, "sliding window": f"{LLAMA} --sliding-window 32"}
+MIXER = "--norm rmsnorm --positions none --recurrent-heads 8 --recurrent-head-size 16 --recurrent-chunk 32"
+MODELS = {
+    "documents": "--reset-attention-mask",
+    "llama": LLAMA,
+    "sliding window": f"{LLAMA} --sliding-window 32",
+    "latent attention": "--norm rmsnorm --activation swiglu --positions rotary --no-tied-embeddings --no-qkv-biases"
+    " --head-size 32 --kv-latent 48 --query-latent 64 --rotary-head-size 16 --value-head-size 32",
+    "mamba2": f"{MIXER} --mixer mamba2 --recurrent-groups 2 --recurrent-state 16",
+    "gated delta rule": f"{MIXER} --mixer gated_delta --recurrent-groups 4 --recurrent-state 32",
+}
+TINY_MODELS = ("documents", "llama", "sliding window")
 ATTENTIONS = ("xla", "tokamax", "cudnn")  # values of --attention
 OPTIONAL = ("cudnn", "tokamax")  # those that a machine may lack
+STEPS_OF = ("h4096", "llama3-8b", "llama3-8b loop", "mixtral", "gpt2-xl", "mamba2-2.7b", "deepseek-v2-lite")
 GROUPED = ("xla", "pallas")  # implementations of grouped matmuls
 # Layouts of one device, which change how a step is computed and not what.
 SAME_LOSSES = (
@@ -67,7 +78,7 @@ class Case:
     function: str
     arguments: dict
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    deadline: float = 120.0
+    deadline: float = 200.0
     alone: bool = False
     one_device: bool = False
 
@@ -95,13 +106,18 @@ def _losses(tiny: bool) -> Iterator[Case]:
         if not tiny:
             yield _loss_case(f"{name} bf16", name, "bf16", limit="experts" if name == "moe" else None)
     for name, options in MODELS.items():
-        yield _loss_case(f"{name} fp32", "gpt3", "fp32", "", options, exact=True)
+        if name in TINY_MODELS or not tiny:
+            yield _loss_case(f"{name} fp32", "gpt3", "fp32", "", options, exact=True)
         if not tiny:
             yield _loss_case(f"{name} bf16", "gpt3", "bf16", "", options)
     if not tiny:
         yield _loss_case("gpt tf32, the default of JAX for fp32", "gpt3", "fp32", limit="tf32")
         for options in SAME_LOSSES:
             yield _loss_case(f"gpt fp32 {options}", "gpt3", "fp32", options, exact=True)
+        # With XLA's attention blocks are in a loop, where kernels of gated MLPs and norms run.
+        yield _loss_case("llama bf16 in a loop", "gpt3", "bf16", "--attention xla", LLAMA)
+        for name in ("documents", "sliding window"):
+            yield _loss_case(f"{name} bf16 tokamax", "gpt3", "bf16", "--attention tokamax", MODELS[name], may_lack=True)
         yield _loss_case("gpt bf16, matmuls in fp8", "gpt3", "bf16", "--matmul-dtype fp8", limit="fp8")
 
 
@@ -160,6 +176,9 @@ def _programs(tiny: bool) -> Iterator[Case]:
         for name in names:
             call, arguments = f"{HERE}.kernels.{function}", {"name": name, "tiny": tiny}
             yield Case(f"kernels: {title} {name}", "kernels", call, arguments, EXACT, one_device=True)
+    for name in ("norms", "gated"):
+        call = f"{HERE}.block_kernels.{name}"
+        yield Case(f"kernels: {name}", "kernels", call, {"tiny": tiny}, EXACT, one_device=True)
 
 
 def _timed(tiny: bool) -> Iterator[Case]:
@@ -168,10 +187,10 @@ def _timed(tiny: bool) -> Iterator[Case]:
     def case(part: str, title: str, function: str, deadline: float, **arguments) -> Case:
         return Case(f"{part}: {title}", part, f"{HERE}.{part}.{function}", arguments, deadline=deadline, alone=True)
 
-    for name in ("tiny",) if tiny else ("h4096", "llama3-8b", "mixtral", "gpt2-xl"):
+    for name in ("tiny",) if tiny else STEPS_OF:
         yield case("steps", name, "megajax", 150, name=name)
-    for name in ("matmul", "attention", "grouped", "bandwidth"):
-        yield case("rates", name, name, 100, tiny=tiny)
+    for name in ("matmul", "attention", "grouped", "blocks", "bandwidth"):
+        yield case("rates", name, name, 200, tiny=tiny)
     for name in ("tiny",) if tiny else ("h4096", "gpt2-xl"):
         yield case("steps", f"{name}, plain JAX", "plain", 100, name=name)
         yield case("steps", f"{name}, PyTorch", "torch", 150, name=name)

@@ -44,9 +44,9 @@ def attention(name: str, tiny: bool) -> dict:
         found = programs.call(f"{name}: {text}", _attention_of(kernel, causal), *arrays, first)
         if found is not None:
             expected = attention_in_numpy(*arrays, causal, first)
-            errors = [_error(np.float64(x), y) for x, y in zip(found, expected, strict=True)]
+            errors = [error(np.float64(x), y) for x, y in zip(found, expected, strict=True)]
             rows.append(_row(f"{name}: {text}", max(errors[:2]), max(errors[2:]), dtype))
-    return _checked(rows) if programs.rows is None else compiled(programs.rows)
+    return checked(rows) if programs.rows is None else compiled(programs.rows)
 
 
 def _attention_inputs(length, size, groups, mask, dtype):
@@ -111,18 +111,27 @@ def grouped(name: str, tiny: bool) -> dict:
         products = kernel.product(rows, kernels, sizes), kernel.product(slopes, kernels, sizes, transposed=True)
         return *products, kernel.gradient(rows, slopes, sizes)
 
+    def in_place(rows, kernels, slopes, sizes):
+        """The same with kernels in a stack, and the gradient added to one of a stack of ones."""
+        place, stack = jnp.int32(1), jnp.stack([jnp.zeros_like(kernels), kernels])
+        products = (kernel.product(x, stack, sizes, y, place) for x, y in ((rows, False), (slopes, True)))
+        total = kernel.add(jnp.ones(stack.shape, jnp.float32), place, rows, slopes, sizes)
+        others = jnp.where((total[0] == 1).all(), 0.0, jnp.inf)  # another part of the stack was written
+        return *products, total[1] - 1 + others
+
     rows, draw = [], np.random.default_rng(0)
     for dtype, (text, sizes) in itertools.product((jnp.bfloat16, jnp.float16, jnp.float32), SIZES.items()):
         if text != "uneven" and (tiny or programs.rows is not None):  # other sizes are the same program
             continue
         shapes = (ROWS, INTO), (len(sizes), INTO, OUT), (ROWS, OUT)
         arrays = [np.asarray(jnp.asarray(draw.normal(size=shape), dtype)) for shape in shapes]
-        label = f"{name}: {jnp.dtype(dtype).name}, {text}"
-        found = programs.call(label, by_kernel, *arrays, np.array(sizes, np.int32))
-        if found is not None:
-            errors = [_error(np.float64(x), y) for x, y in zip(found, grouped_in_numpy(*arrays, sizes), strict=True)]
-            rows.append(_row(label, max(errors[:2]), errors[2], dtype))
-    return _checked(rows) if programs.rows is None else compiled(programs.rows)
+        for how, call in ({"": by_kernel} | ({", in place": in_place} if kernel.add else {})).items():
+            label = f"{name}: {jnp.dtype(dtype).name}, {text}{how}"
+            found = programs.call(label, call, *arrays, np.array(sizes, np.int32))
+            if found is not None:
+                errors = [error(np.float64(x), y) for x, y in zip(found, grouped_in_numpy(*arrays, sizes), strict=True)]
+                rows.append(_row(label, max(errors[:2]), errors[2], dtype))
+    return checked(rows) if programs.rows is None else compiled(programs.rows)
 
 
 def grouped_in_numpy(rows, kernels, slopes, sizes):
@@ -137,7 +146,7 @@ def grouped_in_numpy(rows, kernels, slopes, sizes):
     return results
 
 
-def _error(found: np.ndarray, expected: np.ndarray) -> float:
+def error(found: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference, relative to the largest element; NaN counts as infinite."""
     difference = np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-30)
     return float(difference) if np.isfinite(difference) else float("inf")
@@ -147,7 +156,8 @@ def _row(label: str, output: float, gradients: float, dtype) -> dict:
     return {"label": label, "output": output, "gradients": gradients, "limit": LIMITS[np.dtype(dtype).name]}
 
 
-def _checked(rows: list[dict]) -> dict:
+def checked(rows: list[dict]) -> dict:
+    """The result with these rows; raises Wrong if an error is larger than its limit."""
     wrong = [row["label"] for row in rows if not max(row["output"], row["gradients"]) <= row["limit"]]
     if wrong:
         raise Wrong(

@@ -42,6 +42,9 @@ TINY_ATTENTIONS = [(1, 128, 2, 1, 64)]
 GROUPED = [(16384, 4096, 14336, 8), (65536, 2048, 768, 128)]
 TINY_GROUPED = [(256, 64, 128, 4)]
 WINDOW = 1024
+# Rows and width of a norm, and of a gated MLP's activation: Llama 3 8B's.
+BLOCKS = {"norm": [(8192, 4096), (8192, 8192)], "gated": [(8192, 14336), (8192, 7168)]}
+TINY_BLOCKS = {"norm": [(16, 64)], "gated": [(16, 64)]}
 
 
 def matmul(tiny: bool) -> dict[str, Any]:
@@ -122,6 +125,73 @@ def grouped(tiny: bool) -> dict[str, Any]:
             }
             rows.append({"label": label, "values": {name: one and flops / one for name, one in seconds.items()}})
     return _answer("TFLOP/s", rows, programs)
+
+
+def blocks(tiny: bool) -> dict[str, Any]:
+    """GB/s of kernels of a block's norms and gated MLPs, of the bytes that they must read and write, in bf16."""
+    from megajax.ops.gated_down import gated_gradients
+    from megajax.ops.norm_kernel import norm_and_save, norm_gradients
+
+    programs, rows, dtype = Programs(), [], jnp.bfloat16
+    interpret, chosen = not programs.on_gpu, TINY_BLOCKS if tiny else BLOCKS
+
+    def plain(x, scale):
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-5) * scale).astype(dtype)
+
+    def gate(up):
+        wide = up.astype(jnp.float32)
+        return (jax.nn.silu(wide[..., 0, :]) * wide[..., 1, :]).astype(dtype)
+
+    def xla_norm(stack, scale, dy):
+        y, pull = jax.vjp(plain, stack[0], scale)
+        dx, of_scale = pull(dy)
+        return dx + dy, of_scale, y
+
+    def xla_gated(stack, slopes):
+        active, pull = jax.vjp(gate, stack[0])
+        return *pull(slopes), active
+
+    place = jnp.int32(0)
+    how = {"epsilon": 1e-5, "interpret": interpret}
+    calls = {
+        # x, dy and the residual are read, dx and y written.
+        "norm's gradients": (
+            "norm",
+            5,
+            xla_norm,
+            lambda stack, scale, dy: norm_gradients(stack, place, scale, dy, dy, **how),
+        ),
+        "sum, saved and normed": (
+            "norm",
+            4,
+            lambda stack, scale, dy: (stack.at[0].set(stack[0] + dy), plain(stack[0] + dy, scale)),
+            lambda stack, scale, dy: norm_and_save(stack, place, scale, stack[0], dy, **how),
+        ),
+        # Gate, value and slopes are read, both gradients and the activation written.
+        "gated gradients": (
+            "gated",
+            6,
+            xla_gated,
+            lambda stack, slopes: gated_gradients(stack, place, slopes, activation=jax.nn.silu, interpret=interpret),
+        ),
+    }
+    for text, (kind, passes, xla, kernel) in calls.items():
+        for count, width in chosen[kind]:
+            shape = (1, count, width)
+            shapes = [(1, *shape), shape[2:], shape] if kind == "norm" else [(1, 1, count, 2, width), shape]
+
+            def draw(shapes=shapes):
+                keys = jax.random.split(jax.random.key(0), len(shapes))
+                return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+            arrays, label = programs.inputs(draw), f"{text}, {count} x {width}"
+            values = {}
+            for name, call in {"megajax's Pallas": kernel, "XLA": xla}.items():
+                seconds = programs.seconds(f"{name}: {label}", call, *arrays, least=SECONDS)
+                values[name] = seconds and passes * 2 * count * width / seconds / 1e9
+            rows.append({"label": label, "values": values})
+    return _answer("GB/s", rows, programs)
 
 
 def bandwidth(tiny: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from benchmarks.mfu_cases import batch_of
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 
 ROUNDS = 5
+LOOP = " loop"  # ends the names of steps with a loop over blocks
 LISTED = 25  # kernels
 
 
@@ -28,12 +29,16 @@ def run_of(name: str, device) -> RunConfig:
 
     change = dataclasses.replace
     llama, mixtral, gpt2 = preset("llama3-8b"), preset("mixtral-8x7b"), preset("gpt2-xl")
+    mamba, latent = preset("mamba2-2.7b"), preset("deepseek-v2-lite")
     gpt3 = preset("gpt3-6.7b")  # h = 4096
     model, samples, microbatches = {
         "tiny": (preset("tiny"), 2, 4),
         "gpt2-xl": (change(gpt2, dropout=0.0), 8, 8),
         "h4096": (change(gpt3, name="h4096", layers=8), 4, 8),
         "llama3-8b": (change(llama, name="llama3-8b, 8 layers", layers=8, sequence_length=4096), 2, 8),
+        "llama3-8b loop": (change(llama, name="llama3-8b, 8 layers in a loop", layers=8, sequence_length=4096), 2, 8),
+        "mamba2-2.7b": (change(mamba, name="mamba2-2.7b, 16 layers", layers=16, sequence_length=2048), 4, 8),
+        "deepseek-v2-lite": (change(latent, name="deepseek-v2-lite, 4 layers", layers=4, sequence_length=4096), 2, 8),
         "mixtral": (change(mixtral, name="mixtral-8x7b, 2 layers", layers=2, sequence_length=4096), 2, 8),
     }[name]
     precision = "bf16" if device.platform == "gpu" else "fp32"
@@ -57,6 +62,8 @@ def megajax(name: str) -> dict[str, Any]:
     from megajax.train.step import make_training
 
     run = run_of(name, device)
+    if name.endswith(LOOP):
+        loop_over_blocks()
     training = make_training(run, make_mesh(run.parallel, [device]))
     batch = jax.device_put(batch_of(training), training.batch_sharding)
     state = training.init_state()
@@ -86,6 +93,13 @@ def megajax(name: str) -> dict[str, Any]:
         "slow_kernels": sorted(kernels, key=lambda one: one["predicted"] - one["measured"])[:LISTED],
     }
     return checked(row)
+
+
+def loop_over_blocks() -> None:
+    """From here on this process unrolls no blocks, so that one device runs the loop and the kernels of several stages."""
+    from megajax.pipeline import program
+
+    program.UNROLLED_BLOCKS = 0
 
 
 def checked(row: dict[str, Any]) -> dict[str, Any]:

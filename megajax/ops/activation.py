@@ -53,18 +53,21 @@ def largest_and_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     On GPUs in one pass over memory (1805.02867), where XLA makes a kernel for each of two reductions.
     """
+    return lax.platform_dependent(x, cpu=_in_turn, default=_at_once)
 
-    def in_turn(x):
-        largest = x.max(-1)
-        return largest, jnp.exp(x - largest[..., None]).sum(-1)
 
-    def at_once(x):
-        start = jnp.finfo(jnp.float32).min, jnp.float32(0)
-        return lax.reduce((x, jnp.ones_like(x)), start, _joined, (x.ndim - 1,))
+def _in_turn(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    largest = x.max(-1)
+    return largest, jnp.exp(x - largest[..., None]).sum(-1)
 
-    return lax.platform_dependent(x, cpu=in_turn, default=at_once)
+
+def _at_once(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    start = jnp.finfo(jnp.float32).min, jnp.float32(0)
+    return lax.reduce((x, jnp.ones_like(x)), start, _joined, (x.ndim - 1,))
 
 
 def _joined(one: tuple, other: tuple) -> tuple:
-    largest = jnp.maximum(one[0], other[0])
-    return largest, one[1] * jnp.exp(one[0] - largest) + other[1] * jnp.exp(other[0] - largest)
+    """One exponential, which is what takes the time: on an H100 a pass with two ran at a third of the memory's rate."""
+    less = jnp.exp(-jnp.abs(one[0] - other[0]))
+    is_larger = one[0] > other[0]
+    return jnp.maximum(one[0], other[0]), jnp.where(is_larger, one[1] + other[1] * less, one[1] * less + other[1])

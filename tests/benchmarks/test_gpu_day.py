@@ -110,7 +110,7 @@ def test_a_wrong_kernel_is_found(monkeypatch):
 
 
 def test_a_result_that_is_not_a_number_is_wrong():
-    assert kernels._error(np.array([1.0, np.nan]), np.ones(2)) == float("inf")
+    assert kernels.error(np.array([1.0, np.nan]), np.ones(2)) == float("inf")
 
 
 @pytest.mark.parametrize("tiny", [False, True])
