@@ -21,7 +21,10 @@ from megajax.runtime.compat import pallas, pallas_call, whole_block
 
 __all__ = ["pallas_add", "pallas_gradient", "pallas_product"]
 
-TOGETHER = 8  # tiles of rows whose programs run beside each other, so that they read a kernel from the L2 cache
+# Tiles of rows whose programs run beside each other, so that they read a kernel, or slopes, from the L2 cache. Without it the
+# gradient of an expert's gate and value [4096, 28672], whose slopes are larger than that cache, ran at 330 TFLOP/s on an H100,
+# and that of its other matmul at 510.
+TOGETHER = 8
 
 
 class _Tiles(NamedTuple):
@@ -166,8 +169,8 @@ def _gradient_kernel(tile: _Tile, size: tuple[int, int], starts_ref, stops_ref, 
     """
     *place_and_sum, out_ref = refs
     group, program = pallas().program_id(1), pallas().program_id(0)
-    across = -(-size[1] // tile.columns)
-    corner = lax.div(program, across) * tile.rows, lax.rem(program, across) * tile.columns
+    row, column = _swizzled(program, -(-size[0] // tile.rows), -(-size[1] // tile.columns))
+    corner = row * tile.rows, column * tile.columns
     start, stop = starts_ref[group], stops_ref[group]
     places = pallas().ds(corner[0], tile.rows), pallas().ds(corner[1], tile.columns)
     here = [
