@@ -69,9 +69,8 @@ def checkpoint() -> dict[str, Any]:
 
 def megajax(name: str) -> dict[str, Any]:
     """A step of `steps.megajax`."""
-    if name.endswith(steps.LOOP):
-        steps.loop_over_blocks()
-    return compiled([step(steps.run_of(name, _device()), name)])
+    make = {"training": "benchmarks.gpu_day.steps.make_looped"} if name.endswith(steps.LOOP) else {}
+    return compiled([step(steps.run_of(name, _device()), name, **make)])
 
 
 def plain(name: str) -> dict[str, Any]:

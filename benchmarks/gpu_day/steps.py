@@ -62,9 +62,8 @@ def megajax(name: str) -> dict[str, Any]:
     from megajax.train.step import make_training
 
     run = run_of(name, device)
-    if name.endswith(LOOP):
-        loop_over_blocks()
-    training = make_training(run, make_mesh(run.parallel, [device]))
+    make = make_looped if name.endswith(LOOP) else make_training
+    training = make(run, make_mesh(run.parallel, [device]))
     batch = jax.device_put(batch_of(training), training.batch_sharding)
     state = training.init_state()
     compiled = training.compile_train_step(*training.step_shapes())
@@ -95,11 +94,13 @@ def megajax(name: str) -> dict[str, Any]:
     return checked(row)
 
 
-def loop_over_blocks() -> None:
-    """From here on this process unrolls no blocks, so that one device runs the loop and the kernels of several stages."""
+def make_looped(run: RunConfig, mesh):
+    """`make_training` of a step that unrolls no blocks: one device runs the loop and the kernels of several stages."""
     from megajax.pipeline import program
+    from megajax.train.step import make_training
 
-    program.UNROLLED_BLOCKS = 0
+    program.UNROLLED_BLOCKS = 0  # of this process, which makes no other step
+    return make_training(run, mesh)
 
 
 def checked(row: dict[str, Any]) -> dict[str, Any]:
