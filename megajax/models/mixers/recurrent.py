@@ -65,7 +65,7 @@ class Convolution(nnx.Module):
                 setattr(self, f"{name}_bias", parameter(jnp.zeros((groups, size)), "groups", None, decay=False))
 
     def __call__(self, inputs: jax.Array, document: jax.Array | None) -> jax.Array:
-        """q, k and v, fp32 [b, s, g, 2n + rp], of the s last `inputs` [b, taps - 1 + s, g, 2n + rp]."""
+        """q, k and v [b, s, g, 2n + rp], computed in fp32, of the s last `inputs` [b, taps - 1 + s, g, 2n + rp]."""
         parts, wide = ("query", "key", "value"), inputs.astype(jnp.float32)
         kernel = jnp.concatenate([getattr(self, name)[...].astype(jnp.float32)[:, :, 0] for name in parts], 1)
         taps, out = kernel.shape[-1], 0.0
@@ -78,7 +78,7 @@ class Convolution(nnx.Module):
             out = out + term
         if hasattr(self, "query_bias"):
             out += jnp.concatenate([getattr(self, f"{name}_bias")[...].astype(jnp.float32) for name in parts], 1)
-        return jax.nn.silu(out)
+        return jax.nn.silu(out).astype(inputs.dtype)
 
 
 class Recurrent(nnx.Module):
@@ -151,7 +151,7 @@ class Recurrent(nnx.Module):
         out, state = self.scan(chunks(query), chunks(key), chunks(value), last(weight), left, state)
         out = out.reshape(samples, -1, *value.shape[2:])[:, :tokens]
         out = checkpoint_name(self.constrain(out.astype(y.dtype), *LEAD, None, None), "context")
-        out = self.gated(out.astype(jnp.float32), value, gate).astype(y.dtype)
+        out = self.gated(out.astype(jnp.float32), value.astype(jnp.float32), gate).astype(y.dtype)
         out = self.constrain(out.reshape(*out.shape[:2], -1, out.shape[-1]), *LEAD[:2], "heads", None)
         entries = (
             {"state": self.constrain(state, *STATE), "convolution": inputs[:, tokens:]} if cache is not None else {}
@@ -184,9 +184,14 @@ class Mamba2(Recurrent):
         return time
 
     def scan(self, query, key, value, weight, left: Decays, state) -> tuple[jax.Array, jax.Array]:
-        """o and the last state; of chunks, fp32: q, k [b, c, l, g, n], v [b, c, l, g, r, p], d [b, c, g, r, l]."""
+        """o and the last state, fp32; of chunks: q, k [b, c, l, g, n], v [b, c, l, g, r, p], and fp32 d [b, c, g, r, l].
+
+        Only the scores, which are the largest array, are multiplied in v's type, as in the kernels of 2405.21060.
+        """
+        wide = (x.astype(jnp.float32) for x in (query, key, value))
+        dtype, query, key, value = value.dtype, *wide
         scores = jnp.einsum("bclgn,bcmgn->bcglm", query, key)[:, :, :, None] * left.within * weight[..., None, :]
-        out = jnp.einsum("bcgrlm,bcmgrp->bclgrp", scores, value)
+        out = jnp.einsum("bcgrlm,bcmgrp->bclgrp", scores.astype(dtype), value.astype(dtype)).astype(jnp.float32)
         new = jnp.einsum("bcgrm,bcmgrp,bcmgn->bcgrpn", weight * left.to_end, value, key)
 
         def step(state, of):
@@ -230,6 +235,7 @@ class GatedDelta(Recurrent):
         With L the decays within a chunk, and S the state before it, the values that are written are (1 + A)^-1 (b v - b
         decay S k), where A = b L k k^T below the diagonal (2406.06484 section 3).
         """
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         unit = lambda x: x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)  # noqa: E731
         query, key = unit(query) * query.shape[-1] ** -0.5, unit(key)
         below = jnp.tril(jnp.ones(left.within.shape[-2:], bool), -1)
