@@ -24,7 +24,7 @@ from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path
 
 DEFAULTS = {"model": "tiny", "schedule": "interleaved_1f1b", "global_batch_size": 64}
-ON_CPU = 8
+ON_CPU, CPU = 8, "CPU devices"
 
 
 @command
@@ -55,7 +55,7 @@ def comparison(arguments: Sequence[str], hlo: str | None) -> list[str]:
     run = request.run(request.devices_needed or ON_CPU, "fp32" if on_cpu else "bf16")
     run.validate()
     program, source = (read_file(hlo), hlo) if hlo else compiled(run, request.devices)
-    module = read(program, loop_trip_counts(run))
+    module = read(program, loop_trip_counts(run, on_cpu=on_cpu or source == CPU))
     shape = (run.parallel.replicas, run.parallel.pipe, run.parallel.tensor)
     axes = grouped(module.collectives, lambda collective: collective.axes(shape))
     lines = [f"{run.model.name} on {run.parallel.devices} devices, compiled for {source}; what a device sends per step"]
@@ -115,7 +115,7 @@ def compiled(run: RunConfig, devices: str | None) -> tuple[str, str]:
         if has_compiler():
             return compile_for(run, GPUS["h100-80gb"])["hlo"], "H100s"
     mesh = make_mesh(run.parallel, start_devices(f"cpu:{run.parallel.devices}"))
-    return step_text(run, mesh), "CPU devices"
+    return step_text(run, mesh), CPU
 
 
 def step_text(run: RunConfig, mesh) -> str:

@@ -21,10 +21,11 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class PlainState:
-    """fp32 parameters and AdamW's state."""
+    """fp32 parameters, AdamW's state, and no average of the weights."""
 
     params: Tree
     optimizer_state: Tree
+    ema: Tree = ()
 
 
 class PlainStep:

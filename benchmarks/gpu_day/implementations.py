@@ -10,7 +10,7 @@ from megajax.ops import attention, grouped_matmul
 from megajax.ops.attention import Kernel
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.ops.grouped_matmul import GroupedKernel
-from megajax.runtime.compat import tokamax_installed
+from megajax.runtime.compat import tokamax_compiles_for, tokamax_installed
 
 # By the values of --attention. On other devices than GPUs the kernels of Pallas run in its interpreter.
 ATTENTION: Mapping[str, Callable[[jax.Device], Kernel]] = {
@@ -38,7 +38,7 @@ def timed_attention(device: jax.Device, window: int | None) -> dict[str, Callabl
             continue  # XLA's stores all scores
         calls[name] = _of_kernel(attention_kernel(name, device, window))
     if _has_tokamax(device):
-        calls["tokamax, its own backward"] = _of_tokamax(window)
+        calls["tokamax, its own backward"] = _of_tokamax(device, window)
     return calls
 
 
@@ -73,17 +73,18 @@ def _of_kernel(kernel: Kernel) -> Callable:
     return call
 
 
-def _of_tokamax(window: int | None) -> Callable:
+def _of_tokamax(device: jax.Device, window: int | None) -> Callable:
     import tokamax
 
     size = {"local_window_size": (window - 1, 0)} if window else {}
     forward = partial(tokamax.dot_product_attention, is_causal=True, implementation="mosaic", **size)
 
     def call(query, key, value, gradient=None):
-        if gradient is None:
-            return forward(query, key, value)
-        output, backward = jax.vjp(forward, query, key, value)
-        return output, backward(gradient)
+        with tokamax_compiles_for(device):
+            if gradient is None:
+                return forward(query, key, value)
+            output, backward = jax.vjp(forward, query, key, value)
+            return output, backward(gradient)
 
     return call
 
@@ -97,7 +98,7 @@ def timed_grouped(device: jax.Device) -> dict[str, dict[str, Callable]]:
         "gradient": {name: _gradient(kernel) for name, kernel in kernels.items()},
     }
     if _has_tokamax(device) and "tokamax" not in kernels:
-        for direction, call in _ragged_of_tokamax().items():
+        for direction, call in _ragged_of_tokamax(device).items():
             found[direction]["tokamax"] = call
     found["product"]["one matmul of all rows"] = lambda rows, kernels, slopes, sizes: rows @ kernels[0]
     return found
@@ -115,19 +116,24 @@ def _gradient(kernel: GroupedKernel) -> Callable:
     return lambda rows, kernels, slopes, sizes: kernel.gradient(rows, slopes, sizes)
 
 
-def _ragged_of_tokamax() -> dict[str, Callable]:
+def _ragged_of_tokamax(device: jax.Device) -> dict[str, Callable]:
     import jax
     import jax.numpy as jnp
     import tokamax
 
-    ragged = partial(tokamax.ragged_dot, implementation="mosaic")
+    def product(rows, kernels, slopes, sizes):
+        with tokamax_compiles_for(device):
+            return tokamax.ragged_dot(
+                rows, kernels, sizes, preferred_element_type=jnp.bfloat16, implementation="mosaic"
+            )
 
     def gradient(place, rows, kernels, slopes, sizes):
-        product = lambda x, w: ragged(x, w, sizes, preferred_element_type=jnp.bfloat16)  # noqa: E731
-        return jax.vjp(product, rows, kernels)[1](slopes)[place]
+        with tokamax_compiles_for(device):
+            _, backward = jax.vjp(lambda x, w: product(x, w, slopes, sizes), rows, kernels)
+            return backward(slopes)[place]
 
     return {
-        "product": lambda rows, kernels, slopes, sizes: ragged(rows, kernels, sizes),
+        "product": product,
         "product, transposed": partial(gradient, 0),
         "gradient": partial(gradient, 1),
     }

@@ -140,15 +140,16 @@ def collectives(text: str) -> tuple[Collective, ...]:
     return read(text).collectives
 
 
-def loop_trip_counts(run: RunConfig) -> dict[str, float]:
+def loop_trip_counts(run: RunConfig, on_cpu: bool = False) -> dict[str, float]:
     """How often what is known at run time only happens in a run's step, by scope (`EACH_END`, `ENDS` and `BLOCKS`).
 
     F: iterations of all loops with a dynamic trip count in this scope, one for each of a rank's (groups of) blocks, except
-    in ticks in which no rank idles, whose trip counts are static. F/cond: how often a conditional in this scope takes a
-    branch that does something, one for each of a rank's chunks, or parts of one. So for B, I and W. `EACH_END`: iterations,
-    one for each microbatch, on the ranks that compute them, or branches outside of merged and mixed ticks; ends/cond: how
-    often those have any of the three. FB/cond: how often a rank chooses the chunks of a merged tick, or of parts that
-    overlap (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond. send/cond: how often there is a send, in
+    in ticks in which no rank idles, whose trip counts are static; `on_cpu`, in a step compiled for CPU devices, those of
+    one block are dynamic too (`Operations.block_range`). F/cond: how often a conditional in this scope takes a branch that
+    does something, one for each of a rank's chunks, or parts of one. So for B, I and W. `EACH_END`: iterations, one for
+    each microbatch, on the ranks that compute them, or branches outside of merged and mixed ticks; ends/cond: how often
+    those have any of the three. FB/cond: how often a rank chooses the chunks of a merged tick, or of parts that overlap
+    (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond. send/cond: how often there is a send, in
     schedules that overlap. Where ranks differ, it is their mean.
     """
     program, parallel = StepProgram.of(run), run.parallel
@@ -159,10 +160,11 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
     every = [works for tick in schedule.ticks for works in tick]
     pairs = sum(map(schedule.overlaps, every)) / OVERLAP_PARTS / schedule.stages
     parts = {work.parts for works in every if not schedule.overlaps(works) for work in works}
-    total, full = program.passes, Counter()
+    total, full, ticks = program.passes, Counter(), Counter()
     for segment in schedule.segments:
         full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
-    runs, merged = program.executed, 0
+        ticks.update(dict.fromkeys(segment.ops, segment.stop - segment.start))
+    dynamic, runs, merged = on_cpu and blocks == 1, program.executed, 0
     found = dict.fromkeys(EACH_END, float(run.microbatches)) | _end_branches(program)
     if program.merges:
         merged = sum(segment.stop - segment.start for segment in runs.segments if is_merged(runs, segment))
@@ -170,7 +172,8 @@ def loop_trip_counts(run: RunConfig) -> dict[str, float]:
         static = full[op] if no_choice else 0
         several = min(max(parts), blocks) if op == BACKWARD and not schedule.split else 1
         chosen = total - pairs - (merged if merged and op in MERGED else static)
-        loops = total - full[op] * (not program.skips_slots)
+        loops = total - full[op] * (not (program.skips_slots or dynamic))
+        loops = ticks[op] if dynamic and program.computes_bubbles else loops
         if schedule.split and op != FORWARD:  # a pair's backward is whole
             loops = pairs if op == BACKWARD else total - pairs
         found |= {op: loops * each, op + BRANCHES: chosen * several}

@@ -115,18 +115,27 @@ def average_trip_counts(computations: dict, entry: str, trip_counts: Mapping[str
     Args:
       trip_counts: total iterations of all such loops of a scope (`jax.named_scope`, the innermost one given), and, by
         SCOPE/cond, how often its conditionals do something. They are divided equally among the executions, without the
-        iterations of the head that XLA has taken out of loops (`_inlined_heads`). Loops in no given scope count as one.
+        iterations of the head that XLA has taken out of loops (`_inlined_heads`), and without loops of which XLA left
+        only the counter. Loops in no given scope count as one.
     """
     executions, totals = Counter(), dict(trip_counts or {})
     if LOGITS in totals:
         totals[LOGITS] = max(0.0, totals[LOGITS] - _inlined_heads(computations, entry, totals))
     for visit in visits(computations, Visit(entry), dict.fromkeys(totals, 1)):
         for line in computations[visit.name]:
-            if line.op == "while" and known_trip_count(line) is None:
+            if line.op == "while" and known_trip_count(line) is None and not _only_counts(line, computations):
                 executions[scope_of(line, totals)] += visit.times
             elif line.op == "conditional":
                 executions[scope_of(line, totals) + BRANCHES] += visit.times
     return {scope: count / executions[scope] for scope, count in totals.items() if executions[scope]}
+
+
+def _only_counts(line: Line, computations: Mapping[str, list[Line]]) -> bool:
+    """Whether a loop computes scalars only. XLA took out the rest, which nothing reads: in the last tick, which it peels
+    off, the embedding for the next one.
+    """
+    results = (one.type for name in called_by(line.rest) for one in computations.get(name, ()) if one.op != "parameter")
+    return not any(sizes for result in (*results, line.type) for _, sizes in arrays(result))
 
 
 def _inlined_heads(computations: dict, entry: str, totals: Mapping[str, float]) -> float:

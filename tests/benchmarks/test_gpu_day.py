@@ -23,6 +23,7 @@ from benchmarks.gpu_day.runner import Store, _devices, run_all, run_case
 from megajax.config.cli import parse
 from megajax.ops.attention import XLA, Kernel
 from megajax.plan.compiler import MISSING_PLUGIN, has_compiler
+from megajax.runtime.compat import tokamax_installed
 
 HEADER = {
     "device": {"platform": "cpu", "kind": "cpu", "count": 1},
@@ -203,6 +204,20 @@ def test_kernels_are_compiled_and_a_refused_one_is_a_result(tmp_path, monkeypatc
     programs.call("too much", lambda x: x @ x, np.ones(3).reshape(1, 3))
     with pytest.raises(Refused, match="1 of 2 programs do not compile: too much: TypeError"):
         compiled(programs.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.compiler
+def test_rates_and_steps_are_compiled(tmp_path):
+    """Those of other programs too: of tokamax, where it is installed, and of plain JAX."""
+    words = ["--tiny", "--compile-only", "h100-80gb", "--only", "rates:", "--only", "steps:", "--out", str(tmp_path)]
+    assert main(words) == 0
+    found = json.loads((tmp_path / "gpu_day_compiled_h100_80gb.json").read_text())["cases"]
+    status = {one["name"]: one["status"] for one in found}
+    assert [name for name, one in status.items() if one != "passed"] == ["steps: tiny, PyTorch", "rates: calibration"]
+    labels = {row["label"].split(":")[0] for one in found if one["result"] for row in one["result"]["rows"]}
+    assert not tokamax_installed() or {"tokamax", "tokamax, its own backward"} < labels
 
 
 @pytest.mark.slow

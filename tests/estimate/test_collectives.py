@@ -64,7 +64,7 @@ def compiled(run: RunConfig) -> Counter:
     mesh = make_mesh(run.parallel, jax.devices()[: run.parallel.devices])
     text = communication.step_text(run, mesh)
     shape, found = tuple(run.parallel.mesh_sizes.values()), {}
-    for one in hlo.read(text, hlo.loop_trip_counts(run)).collectives:
+    for one in hlo.read(text, hlo.loop_trip_counts(run, on_cpu=True)).collectives:
         axis = axis_of(" and ".join(one.axes(shape)))
         if axis:
             found.setdefault(key_of(axis, one.kind, one.scope in EACH_END), []).append(one)

@@ -129,7 +129,9 @@ def compiled(axis: str, kind: str = "", model: ModelConfig = DENSE, **parallel) 
     run = RunConfig(model, layout, TrainConfig(global_batch_size=2 * layout.data, precision="fp32"))
     run.validate()
     shape = tuple(layout.mesh_sizes.values())
-    found = hlo.read(communication.step_text(run, make_mesh(layout)), hlo.loop_trip_counts(run)).collectives
+    found = hlo.read(
+        communication.step_text(run, make_mesh(layout)), hlo.loop_trip_counts(run, on_cpu=True)
+    ).collectives
     sent = hlo.most_sent(one for one in found if one.axes(shape) == (axis,) and kind in one.kind)
     return [line.bytes for line in expected(StepProgram.of(run)) if line.axis == axis], sent
 

@@ -121,6 +121,20 @@ def test_heads_that_xla_takes_out_of_loops_are_not_counted_twice():
     assert (read.flops("head"), read.flops("")) == (3 * one, one)
 
 
+def test_a_loop_of_which_only_the_counter_is_left_takes_no_iterations():
+    """Nothing reads the array of the first loop, and XLA takes it out: all ten iterations are the second's."""
+
+    def count_and_array(x, w, count):
+        with jax.named_scope("embed"):
+            return lax.while_loop(lambda both: both[0] < count, lambda both: (both[0] + 1, both[1] @ w), (0, x))
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 16))]
+    compiled = jax.jit(lambda x, w, count: count_and_array(x, w, count_and_array(x, w, count)[0])).lower(*shapes, 5)
+    text = compiled.compile().as_text()
+    assert text.count(" while(") == 2
+    assert hlo.read(text, {"embed": 10}).flops() == 10 * 2 * 8 * 16 * 16
+
+
 @pytest.mark.parametrize(("layers", "parts"), [(4, 1), (8, 2), (12, 2)])
 def test_a_backward_of_one_block_is_not_in_two_parts(layers, parts):
     """1F1B splits a rank's backward over two ticks; of one block, all of it is in one of them."""
