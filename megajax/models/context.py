@@ -147,8 +147,10 @@ def model_context(
         vocabulary = VocabularySharding(shares, plain_lookup)
     operations = _operations(run, rules, attention, device)
     if in_one_pass and generation(device) is not None:
+        gated = lambda up, kernel, activation, **how: gated_down(up, kernel, activation, rules.constrain, **how)  # noqa: E731
         kernels = {
-            "gates": ("gated", lambda up, kernel, activation: gated_down(up, kernel, activation, rules.constrain)),
+            "gates": ("gated", gated),
+            "gates_kept": ("gated", partial(gated, kept=True)),
             "norms": ("norm", lambda x, scale, epsilon: norm_in_one_pass(x, scale, epsilon, rules.sequence_parallel)),
         }
         operations = operations._replace(**dict(kernels[name] for name in in_one_pass))

@@ -41,6 +41,7 @@ from functools import partial
 import jax
 
 from megajax.config import ConfigError, near
+from megajax.ops.gated_down import KEPT
 
 __all__ = ["MODES", "checkpointed", "grouped"]
 
@@ -74,7 +75,7 @@ def checkpointed(block: Callable, mode: str, names: Mapping[str, tuple[str, ...]
     _check_mode(mode)
     policies = jax.checkpoint_policies
     if names is not None:
-        policy = policies.save_only_these_names(*names[mode])
+        policy = policies.save_only_these_names(*names[mode], KEPT)  # named where it is kept, in the memory of others
     elif mode == "none":
         return block
     else:

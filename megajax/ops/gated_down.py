@@ -4,17 +4,20 @@
 
 Where a backward computes the activation again, XLA's GPU compiler makes one kernel for it, and another for the gradients of
 gate and value, which has results of another size. Each reads both. Here one kernel of Pallas (Triton) does both, and reads
-`up` where the forward saved it.
+`up` where the forward saved it. If the forward keeps the activation, the kernel computes the gradients alone.
 
 Shapes: b samples, s tokens, n = b s rows, h = hidden, f = feedforward, split over tensor.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.in_place import of_part
@@ -22,15 +25,46 @@ from megajax.ops.linear import GATHERED, RESIDUAL, Constrain, reduce_scattered
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 from megajax.runtime.compat import pallas, pallas_call, whole_block
 
-__all__ = ["NAME", "gated_down", "gated_gradients"]
+__all__ = ["KEPT", "NAME", "gated_down", "gated_gradients"]
 
 Activation = Callable[[jax.Array], jax.Array]
 NAME = "gated_gradients"
+KEPT = "kept_activation"  # for `megajax.models.remat`
 ROWS, COLUMNS = 8, 512  # of a program's tile
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def gated_down(up: jax.Array, kernel: jax.Array, activation: Activation, constrain: Constrain, interpret: bool = False):
+@dataclasses.dataclass(frozen=True)
+class GatedGradients:
+    """The function of `of_part` that computes the gradient of (gate, value), and the activation again if it is not `kept`.
+
+    Attributes:
+      activation, kept, interpret: see `gated_down`.
+    """
+
+    activation: Activation
+    kept: bool
+    interpret: bool = False
+    frees: ClassVar[bool] = True  # nothing later in a backward reads (gate, value)
+
+    def __call__(self, stack, place, slopes) -> tuple[jax.Array, ...]:
+        """See `gated_gradients`, on each tensor rank's shards."""
+        split = P(None, None, TENSOR)
+        local = partial(
+            gated_gradients, activation=self.activation, with_activation=not self.kept, interpret=self.interpret
+        )
+        results = (P(None, None, None, TENSOR), *[split] * (not self.kept))
+        return on_tensor_shards(local, (P(None, None, None, None, TENSOR), P(), split), results)(stack, place, slopes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def gated_down(
+    up: jax.Array,
+    kernel: jax.Array,
+    activation: Activation,
+    constrain: Constrain,
+    interpret: bool = False,
+    kept: bool = False,
+):
     """From up [b, whole s, 2, f], the gate and the gated value, to [b, split s, h]; computed in fp32 between the matmuls.
 
     Args:
@@ -39,34 +73,41 @@ def gated_down(up: jax.Array, kernel: jax.Array, activation: Activation, constra
       activation: elementwise, of the gate.
       constrain: see `megajax.ops.linear`.
       interpret: whether to run the kernel in Pallas's interpreter.
+      kept: whether the backward has act(gate) * value of the forward, named KEPT, and does not compute it again.
     """
+    return _forward(up, kernel, activation, constrain, interpret, kept)[0]
+
+
+def _forward(up, kernel, activation, constrain, interpret, kept):
     wide = up.astype(jnp.float32)
     active = (activation(wide[..., 0, :]) * wide[..., 1, :]).astype(up.dtype)
     active = constrain(active, "batch", "whole_sequence", "feedforward")
-    return reduce_scattered(jnp.tensordot(active, kernel, 1), constrain)
+    active = checkpoint_name(active, KEPT) if kept else active
+    return reduce_scattered(jnp.tensordot(active, kernel, 1), constrain), (up, kernel, active if kept else None)
 
 
-def _backward(activation, constrain, interpret, saved, gradient):
-    up, kernel = saved
+def _backward(activation, constrain, interpret, kept, saved, gradient):
+    up, kernel, active = saved
     gradient = constrain(constrain(gradient, *RESIDUAL), *GATHERED)
     slopes = jnp.tensordot(gradient, kernel, ((2,), (1,)))
-    split = P(None, None, TENSOR)
-    run = on_tensor_shards(
-        partial(gated_gradients, activation=activation, interpret=interpret),
-        (P(None, None, None, None, TENSOR), P(), split),
-        (P(None, None, None, TENSOR), split),
-    )
-    of_up, active = of_part(run, up, slopes)
+    of_up, *again = of_part(GatedGradients(activation, kept, interpret), up, slopes)
+    active = active if kept else again[0]
     return of_up, jnp.tensordot(gradient, active, ((0, 1), (0, 1))).T
 
 
-gated_down.defvjp(lambda up, kernel, *how: (gated_down(up, kernel, *how), (up, kernel)), _backward)
+gated_down.defvjp(_forward, _backward)
 
 
 def gated_gradients(
-    stack: jax.Array, place: jax.Array, slopes: jax.Array, *, activation: Activation, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """The gradient of (gate, value) = stack[place], and act(gate) * value.
+    stack: jax.Array,
+    place: jax.Array,
+    slopes: jax.Array,
+    *,
+    activation: Activation,
+    with_activation: bool = True,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """The gradient of (gate, value) = stack[place], and if `with_activation` act(gate) * value.
 
     Args:
       stack: [m, b, s, 2, f].
@@ -75,15 +116,15 @@ def gated_gradients(
       activation, interpret: see `gated_down`.
 
     Returns:
-      (gradient [b, s, 2, f], activation [b, s, f]).
+      (gradient [b, s, 2, f], activation [b, s, f] or nothing).
     """
     *lead, width = slopes.shape
     slopes = slopes.reshape(-1, width)
     stack = stack.reshape(len(stack), len(slopes), 2 * width)
     rows, columns = min(ROWS, _power(len(slopes))), min(COLUMNS, _power(width))
     inputs = [place[None], stack, slopes]
-    shapes = [(len(slopes), 2 * width), slopes.shape]
-    of_up, active = pallas_call(
+    shapes = [(len(slopes), 2 * width), *[slopes.shape] * with_activation]
+    of_up, *active = pallas_call(
         functools.partial(_kernel, activation, rows, columns),
         inputs,
         [whole_block(x.shape) for x in inputs],
@@ -92,10 +133,10 @@ def gated_gradients(
         grid=(-(-width // columns), -(-len(slopes) // rows)),
         settings={"warps": 4, "stages": 1, "name": NAME, "interpret": interpret},
     )
-    return of_up.reshape(*lead, 2, width), active.reshape(*lead, width)
+    return of_up.reshape(*lead, 2, width), *(x.reshape(*lead, width) for x in active)
 
 
-def _kernel(activation, rows: int, columns: int, place_ref, stack_ref, slopes_ref, of_up_ref, active_ref):
+def _kernel(activation, rows: int, columns: int, place_ref, stack_ref, slopes_ref, of_up_ref, active_ref=None):
     """One tile [rows, columns]."""
     count, width = slopes_ref.shape
     row, column = pallas().program_id(1) * rows, pallas().program_id(0) * columns
@@ -116,7 +157,8 @@ def _kernel(activation, rows: int, columns: int, place_ref, stack_ref, slopes_re
     store = lambda ref, x: pallas().store(ref, x.astype(slopes_ref.dtype), mask=mask)  # noqa: E731
     store(of_up_ref.at[at(0)], of_gate)
     store(of_up_ref.at[at(1)], slope * gated)
-    store(active_ref.at[at(0)], gated * value)
+    if active_ref is not None:
+        store(active_ref.at[at(0)], gated * value)
 
 
 def _power(size: int) -> int:

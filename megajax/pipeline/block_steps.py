@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.early_stash import stash_as_computed
-from megajax.pipeline.jaxprs import Addend, fp32_gradients, reading_in_place, resharding
+from megajax.pipeline.jaxprs import Addend, fp32_gradients, freed_arguments, reading_in_place, resharding
 from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.norm_equations import with_merged_norms
 from megajax.pipeline.split_backward import Split, split_backward
@@ -88,6 +88,21 @@ class BlockSteps:
         values = self._template(x, microbatch).saved, x
         return empty_stash(slots, self.per_chunk, values, on_host=on_host)
 
+    def freed(self, x: Tree, microbatch: Tree) -> frozenset[int]:
+        """Which leaves of what a forward saves a backward's kernel reads last, in their stack (`jaxprs.freed_arguments`)."""
+        if not self.in_place or self.gathers_weights:
+            return frozenset()
+        template, (weights, frozen) = self._template(x, microbatch), self._weights(0)
+        zeros = jax.tree.map(lambda leaf: vary(jnp.zeros(leaf.shape, leaf.dtype)), (template.saved, x))
+        leaves, structure = jax.tree.flatten(zeros)
+
+        def backward(*leaves):
+            saved, x = structure.unflatten(leaves)
+            residuals = template.residuals(saved, (microbatch, frozen))
+            return jax.tree.leaves(template.backward(residuals, weights, x, x))
+
+        return freed_arguments(backward, *leaves)
+
     def empty_kept(self, slots: int, x: Tree, microbatch: Tree) -> Tree:
         """As `Stack.empty_kept`."""
 
@@ -125,7 +140,7 @@ class BlockSteps:
         return step
 
     def backward_step(self, dy: Tree, work: ChunkWork, keep=None, *, ahead: bool = False) -> Callable:
-        """The backward, state (dy, the stash's buffer, gradients, records); returns it without the buffer.
+        """The backward, state (dy, the stash's buffer, gradients, records).
 
         If `ahead`, the state has (dy, what `resharded` returns for it) in place of dy.
         """
@@ -136,16 +151,19 @@ class BlockSteps:
             dy, known = dy if ahead else (dy, None)
             stashed = dataclasses.replace(work, stash=dataclasses.replace(work.stash, buffer=buffer))
             saved, stacks = self._saved(slot, place, stashed, template, zero)
-            dw, dx = self._backward(template.backward, *saved, dy, stacks=stacks, ahead=known)
+            freed: list[jax.Array] = []
+            dw, dx = self._backward(template.backward, *saved, dy, stacks=stacks, ahead=known, freed=freed)
+            if isinstance(work.stash, SlotApart) and work.stash.shared and freed:
+                buffer = stashed.stash.after(freed)
             dx = self.blocks.select(work.stage, slot, dx, dy)
             add = lambda total, new, cut: self._add_at(total, place, new, cut, keep)  # noqa: E731
             records = work.record(records, place, output_gradient=dy, input_gradient=dx)
             if ahead:
                 dx = dx, resharding(template.backward, *saved, dy)(jax.tree.leaves(dx)[-1])
             if not self.unrolled:
-                return dx, jax.tree.map(add, gradients, dw, self.trained_cut), records
+                return dx, buffer, jax.tree.map(add, gradients, dw, self.trained_cut), records
             new = jax.tree.map(add, gradients[place], dw, self.trained_cut)
-            return dx, (*gradients[:place], new, *gradients[place + 1 :]), records
+            return dx, buffer, (*gradients[:place], new, *gradients[place + 1 :]), records
 
         return step
 
@@ -184,9 +202,9 @@ class BlockSteps:
 
         return step
 
-    def _backward(self, backward: Callable, *arguments: Tree, stacks=(), ahead=None) -> tuple[Tree, Tree]:
+    def _backward(self, backward: Callable, *arguments: Tree, **how) -> tuple[Tree, Tree]:
         """`backward(*arguments) -> (gradients, others)`; with `in_place`, see `fp32_gradients`."""
-        how = {"stacks": stacks, "rewrite": with_merged_norms, "ahead": ahead}
+        how["rewrite"] = with_merged_norms
         return fp32_gradients(backward, *arguments, **how) if self.in_place else backward(*arguments)
 
     def _split(self, template: VJPTemplate, residuals: Tree, weights: Tree, x: Tree) -> Split:

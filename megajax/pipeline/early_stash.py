@@ -7,6 +7,7 @@ it. So two things depend on the order:
   after it makes XLA copy x. An `optimization_barrier` puts the write before.
 * A matmul writes its result into the stash itself if nothing else reads the result, and if the slice's place is known when
   the program is compiled, except for the loop's counter (jax 0.12). What computes with the result reads it from the stash.
+  So does what computes with an activation that is kept, of which a kernel would write a copy for it.
 
 Of another value, such as a sum, XLA makes a part of each kernel that reads it. What computes with it after the next matmul
 reads it from the stash instead of its terms.
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from megajax.ops.gated_down import KEPT
 from megajax.ops.norm_kernel import NORM, saved_norm
 from megajax.pipeline.jaxprs import SAME, VIEWS, Parts, inlined_jaxpr, read
 from megajax.pipeline.stash import StashRef
@@ -53,6 +55,7 @@ def stash_as_computed(
     norms = _saving_norms(jaxpr, makers, saved)
     later = {place for place, _ in norms.values()}  # written by a norm's kernel, with what it is the sum of
     waiting = {index for _, indices in norms.values() for index in indices}
+    at = [stash.place(place, whole, block) for place, whole in enumerate(buffers)]
     written: dict[int, list] = {}  # places of values that are no matmuls' results, and the names of each
     last_use = {
         var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if not isinstance(var, Literal)
@@ -61,11 +64,11 @@ def stash_as_computed(
     def write(known: Callable) -> None:
         for place in [place for place, var in unwritten.items() if place not in later and known(var)]:
             var = unwritten.pop(place)
-            whole = stash.write_array(buffers[place], block, read(values, var))
+            whole = stash.write_array(buffers[place], at[place], read(values, var))
             names = _names(makers, var)
             value = read(values, var)
-            if stash.fixed and names and _is_matmul(makers, names[-1]):
-                value = stash.read_array(lax.optimization_barrier(whole), block)
+            if stash.fixed and names and (_is_matmul(makers, names[-1]) or _is_kept(makers, var)):
+                value = stash.read_array(lax.optimization_barrier(whole), at[place])
             elif not stash.fixed or var in jaxpr.invars:
                 value, whole = lax.optimization_barrier((value, whole))
             else:
@@ -82,18 +85,18 @@ def stash_as_computed(
             place, indices = norms[index]
             var, terms = unwritten.pop(place), jaxpr.eqns[indices[0]].invars if indices else eqn.invars[:1]
             terms = [read(values, term) for term in terms]
-            stack, at = stash.stack(buffers[place], block)
-            stack, values[eqn.outvars[0]] = saved_norm(stack, at, read(values, eqn.invars[1]), *terms, **eqn.params)
+            stack, row = stash.stack(buffers[place], at[place])
+            stack, values[eqn.outvars[0]] = saved_norm(stack, row, read(values, eqn.invars[1]), *terms, **eqn.params)
             buffers[place] = stack.reshape(buffers[place].shape)
             if indices:
-                value = stash.read_array(lax.optimization_barrier(buffers[place]), block)
+                value = stash.read_array(lax.optimization_barrier(buffers[place]), at[place])
                 values.update(dict.fromkeys(_names(makers, var), value))
         else:
             parts.bind(eqn, values)
         if eqn.primitive.name == "dot_general":
             for place, names in written.items():
                 if any(last_use.get(name, -1) > index for name in names):
-                    value = stash.read_array(lax.optimization_barrier(buffers[place]), block)
+                    value = stash.read_array(lax.optimization_barrier(buffers[place]), at[place])
                     values.update(dict.fromkeys(names, value))
             written.clear()
         write(lambda var: var in eqn.outvars)  # noqa: B023
@@ -132,6 +135,14 @@ def _names(makers: dict, var) -> list:
             break
         var = eqn.invars[0]
     return names
+
+
+def _is_kept(makers: dict, var) -> bool:
+    """Whether a variable has the name that operations give to what they read from the stash at once."""
+    names = (
+        eqn.params["name"] for one in _names(makers, var) if (eqn := makers.get(one)) and eqn.primitive.name == "name"
+    )
+    return KEPT in names
 
 
 def _is_matmul(makers: dict, var) -> bool:

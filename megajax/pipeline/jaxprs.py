@@ -50,8 +50,14 @@ class Addend:
 class Parts:
     """The variables of a jaxpr that are parts of stacks, which a kernel that can (`megajax.ops.in_place`) reads there."""
 
-    def __init__(self, variables: Sequence, arguments: Sequence[jax.Array], stacks: Sequence):
-        """The arguments' variables; `stacks` has (argument, (stack, place)) of those that are a part of a stack."""
+    def __init__(
+        self, variables: Sequence, arguments: Sequence[jax.Array], stacks: Sequence, freed: list | None = None
+    ):
+        """The arguments' variables; `stacks` has (argument, (stack, place)) of those that are a part of a stack.
+
+        `freed`: gets the results of kernels that are the last to read a part.
+        """
+        self.freed = freed
         places = {id(part): place for part, place in stacks}
         self.found = {var: places[id(x)] for var, x in zip(variables, arguments, strict=True) if id(x) in places}
 
@@ -60,11 +66,39 @@ class Parts:
         first = eqn.invars[0] if eqn.invars and not isinstance(eqn.invars[0], Literal) else None
         if eqn.primitive is OF_PART and first in self.found:
             operands = [read(values, var) for var in eqn.invars[1:]]
-            values |= dict(zip(eqn.outvars, eqn.params["of_stack"](*self.found[first], *operands), strict=True))
+            results = eqn.params["of_stack"](*self.found[first], *operands)
+            values |= dict(zip(eqn.outvars, results, strict=True))
+            if self.freed is not None and _frees(eqn):
+                self.freed += results
             return
         bind(eqn, values)
         if eqn.primitive.name in SAME and first in self.found:
             self.found[eqn.outvars[0]] = self.found[first]
+
+
+def freed_arguments(function: Callable, *arguments: jax.Array) -> frozenset[int]:
+    """Which arguments of a backward, by number, one kernel reads alone, that says so (`of_part`'s `of_stack.frees`)."""
+    jaxpr = inlined_jaxpr(function, *arguments).jaxpr
+    readers: dict[Any, list] = {}
+    for eqn in jaxpr.eqns:
+        for var in _variables(eqn.invars):
+            readers.setdefault(var, []).append(eqn)
+    results = set(_variables(jaxpr.outvars))
+
+    def freed(var) -> bool:
+        if var in results or len(own := readers.get(var, [])) != 1:
+            return False
+        return freed(own[0].outvars[0]) if own[0].primitive.name in SAME else _frees(own[0]) and own[0].invars[0] is var
+
+    return frozenset(number for number, var in enumerate(jaxpr.invars) if freed(var))
+
+
+def _frees(eqn) -> bool:
+    return eqn.primitive is OF_PART and getattr(eqn.params["of_stack"], "frees", False)
+
+
+def _variables(operands: Sequence) -> list:
+    return [var for var in operands if not isinstance(var, Literal)]
 
 
 def reading_in_place(function: Callable, arguments: Any, stacks: Sequence) -> Any:
@@ -99,6 +133,7 @@ def with_fp32_gradients(
     stacks: Sequence = (),
     rewrite: Callable = lambda closed: closed,
     ahead: Sequence[jax.Array] | None = None,
+    freed: list | None = None,
 ) -> list[jax.Array | Addend]:
     """Evaluates a function of arrays, with those of its first `count` results that are matmuls computed in fp32.
 
@@ -113,6 +148,7 @@ def with_fp32_gradients(
       stacks: see `Parts`.
       rewrite: closed jaxpr -> another one of the same function.
       ahead: the last argument in other shardings (`resharding`); None: they are computed here.
+      freed: see `Parts`.
     """
     jaxpr = (closed := rewrite(inlined_jaxpr(function, *arguments))).jaxpr
     makers = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
@@ -122,7 +158,7 @@ def with_fp32_gradients(
     for var in jaxpr.outvars[:count]:
         chains |= _chain_to_matmul(jaxpr, makers, uses, var)
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
-    parts = Parts(jaxpr.invars, arguments, stacks)
+    parts = Parts(jaxpr.invars, arguments, stacks, freed)
     reshards = _reshards(jaxpr)
     given = {} if ahead is None else dict(zip(reshards, ahead, strict=True))
     for index, eqn in enumerate(jaxpr.eqns):

@@ -18,7 +18,7 @@ from megajax.pipeline.options import ExecutorOptions
 from megajax.pipeline.records import Recorder
 from megajax.pipeline.slots import OperationRow, Tables, TickRow
 from megajax.pipeline.stage import Stack
-from megajax.pipeline.stash import SlotApart, StashRef, TickStash
+from megajax.pipeline.stash import SlotApart, StashRef, TickStash, with_shared
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, WEIGHT, Segment
 from megajax.sharding.zero import ZeroSharding
 
@@ -28,6 +28,16 @@ Tree = Any
 def overlapping(row: TickRow) -> jax.Array:
     """1 if the rank overlaps a forward and a backward in this mixed tick, else 0."""
     return row.forward.on & row.backward.on
+
+
+def slots_alternate(rows: TickRow) -> bool:
+    """Whether one stage's forward writes one slot while a backward reads the other in all ticks but the first and the last.
+
+    The first has a forward alone, the last a backward alone.
+    """
+    forward, backward = (row.on[:, 0] == 1 for row in (rows.forward, rows.backward))
+    both = (forward & backward)[1:-1]
+    return bool(both.all() and forward[0] and not backward[0] and backward[-1] and not forward[-1])
 
 
 class Operations:
@@ -185,7 +195,8 @@ class Operations:
     def empty_stash(self, x: Tree, microbatch: Tree) -> Tree:
         """The stash at the start; arguments as for `Stack.empty_stash`."""
         if self.slots_apart:
-            return tuple(self.stack.empty_stash(1, x, microbatch) for _ in range(self.table.stash_slots))
+            apart = tuple(self.stack.empty_stash(1, x, microbatch) for _ in range(self.table.stash_slots))
+            return with_shared(apart, self.stack.freed(x, microbatch)) if slots_alternate(self.table.rows) else apart
         return self.stack.empty_stash(self.table.stash_slots, x, microbatch, on_host=self.options.offload)
 
     def stash(self, carry: Carry, operation: OperationRow) -> StashRef | SlotApart | TickStash:

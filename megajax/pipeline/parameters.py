@@ -27,8 +27,8 @@ class ParameterSpecs:
     """Trees of PartitionSpec like params, blocks in pipeline layout [chunks, pipe, slots of a stage, ...].
 
     Attributes:
-      stored: fp32 parameters, optimizer state and gradients. Sharded over replicas too with ZeRO; frozen parameters are
-        stored as they are computed with.
+      stored: fp32 parameters, optimizer state and gradients. Sharded over replicas too with ZeRO, with ZeRO-1 by layer if
+        they divide a stage's; frozen parameters are stored as they are computed with.
       computed: parameters in the type to compute with. Sharded over replicas only with ZeRO-3, and only blocks; experts
         over `expert` in any case.
     """
@@ -62,9 +62,15 @@ def parameter_specs(model, parallel: ParallelConfig, rules: AxisRules, trained: 
         return ParameterSpecs(whole, whole)
     shapes = jax.eval_shape(lambda: initial_params(model, parallel, jax.random.key(0)))
 
+    def of_block(spec: P, leaf) -> P:
+        """With ZeRO-1 a replica has whole layers if it can: gathers and reduce-scatters then copy nothing in memory."""
+        *stack, slots = leaf.shape[:BLOCK_AXES]
+        layers = (*stack, slots // parallel.recompute_blocks, *[1] * len(leaf.shape[BLOCK_AXES:]))
+        by_layer = shard_over_data(spec, layers, replicas, BLOCK_AXES - 1) if parallel.zero == 1 else spec
+        return shard_over_data(spec, leaf.shape, replicas, BLOCK_AXES) if by_layer == spec else by_layer
+
     def sharded(part: str) -> Tree:
-        first = BLOCK_AXES if part == "blocks" else 0
-        one = lambda spec, leaf: shard_over_data(spec, leaf.shape, replicas, first)  # noqa: E731
+        one = of_block if part == "blocks" else lambda spec, leaf: shard_over_data(spec, leaf.shape, replicas)
         return jax.tree.map(one, whole[part], shapes[part], is_leaf=is_spec)
 
     stored = {part: sharded(part) for part in whole}

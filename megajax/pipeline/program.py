@@ -195,6 +195,18 @@ class StepProgram:
         return self.in_place and again and nothing_to_hide and parallel.zero < 3 and matmuls is None
 
     @property
+    def keeps_activation(self) -> bool:
+        """Whether a gated MLP's activation is saved too, and its backward computes gradients alone.
+
+        Of one stage, two slots of a stash: they share the memory of gate and value (`stash.SlotApart`), which is twice
+        an activation's.
+        """
+        parallel = self.run.parallel
+        one_chunk = self.merges and parallel.pipe == parallel.chunks == 1 and self.slots.stash == 2
+        selective = parallel.recompute == "selective" and not parallel.offload_activations
+        return self.gates_in_one_pass and one_chunk and selective
+
+    @property
     def experts_in_place(self) -> bool:
         """Whether kernels read experts' weights in the stack of all layers and add their gradients to the sums there.
 
@@ -217,8 +229,9 @@ class StepProgram:
 
     @property
     def in_one_pass(self) -> tuple[str, ...]:
-        """Whose backwards read once what XLA would read twice: "gates" and "norms"."""
-        each = {"gates": self.gates_in_one_pass, "norms": self.norms_in_one_pass}
+        """Whose backwards read once what XLA would read twice: "gates", or "gates_kept", and "norms"."""
+        gates = "gates_kept" if self.keeps_activation else "gates"
+        each = {gates: self.gates_in_one_pass, "norms": self.norms_in_one_pass}
         return tuple(name for name, holds in each.items() if holds)
 
     # Collectives.

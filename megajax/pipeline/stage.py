@@ -108,6 +108,10 @@ class Stack(ChunkParts):
         """
         return self._of_kinds(lambda own: own.empty_stash(slots, x, microbatch, on_host=on_host))
 
+    def freed(self, x: Tree, microbatch: Tree) -> frozenset[int]:
+        """As `BlockSteps.freed`, if there is one kind."""
+        return frozenset() if self.where else self.kinds[ONE].freed(x, microbatch)
+
     def empty_kept(self, slots: int, x: Tree, microbatch: Tree) -> Tree:
         """An empty buffer [slots, blocks per chunk, ...] for what `backward_input` keeps for `backward_weight`."""
         return self._of_kinds(lambda own: own.empty_kept(slots, x, microbatch))
@@ -154,9 +158,13 @@ class Stack(ChunkParts):
 
         def step_of(own: BlockSteps, work: ChunkWork) -> Callable:
             backward = own.backward_step(dy, work, keep)
-            return lambda slot, place, zero, state: backward(
-                slot, place, zero, (state[0], work.stash.buffer, *state[1:])
-            )
+
+            def step(slot, place, zero, state):
+                dy, *others = state
+                dx, _, *others = backward(slot, place, zero, (dy, work.stash.buffer, *others))
+                return dx, *others
+
+            return step
 
         steps, state = self._steps(work, step_of, 1), (dy, gradients, work.records)
         iterations, (dx, gradients, records) = self._run_blocks(iterations, work, steps, state, backwards=True)
@@ -214,7 +222,7 @@ class Stack(ChunkParts):
                 x, dy, buffer, gradients, records = state
                 with jax.named_scope(BACKWARD):
                     block = self.per_chunk - 1 - count
-                    dy, gradients, records = read(block, last - count, zero, (dy, buffer, gradients, records))
+                    dy, buffer, gradients, records = read(block, last - count, zero, (dy, buffer, gradients, records))
                 # The forward writes after the backward's reads: in the other order XLA copies the whole stash. Its
                 # scheduler has no reason to choose either (seen with jax 0.12 and profile-guided latencies).
                 dy, buffer = (dy, buffer) if slots else lax.optimization_barrier((dy, buffer))

@@ -67,41 +67,55 @@ class StashRef:
       buffer: pytree of [slots, blocks per chunk, ...], as `empty_stash` makes it.
       slot: int32 scalar.
       on_host: whether the buffer is in host memory. Each block's values are then transferred separately.
+      mirrored: of which leaves, by number, the buffer has the last block first.
     """
 
     buffer: Tree
     slot: Any
     on_host: bool = False
+    mirrored: frozenset[int] = frozenset()
 
     @property
     def fixed(self) -> bool:
         """Whether the slot is known when the program is compiled, as the only one."""
         return jax.tree.leaves(self.buffer)[0].shape[0] == 1
 
+    def place(self, leaf: int, whole: jax.Array, block):
+        """Where a block is in the array of a leaf, [slots, blocks per chunk, ...]."""
+        return whole.shape[1] - 1 - block if leaf in self.mirrored else block
+
     def write(self, block, values: Tree) -> Tree:
         """The buffer with one block's values [...] in this slot; XLA updates it in place."""
-        return jax.tree.map(lambda whole, new: self.write_array(whole, block, new), self.buffer, values)
+        leaves, structure = jax.tree.flatten(self.buffer)
+        both = enumerate(zip(leaves, jax.tree.leaves(values), strict=True))
+        return structure.unflatten(
+            self.write_array(whole, self.place(i, whole, block), new) for i, (whole, new) in both
+        )
 
-    def write_array(self, whole: jax.Array, block, new: jax.Array) -> jax.Array:
-        """As `write`, for one array of the buffer."""
+    def write_array(self, whole: jax.Array, place, new: jax.Array) -> jax.Array:
+        """As `write`, for one array of the buffer, at a block's `place`."""
         new = new[None, None] if not self.on_host else jax.device_put(new[None, None], HOST)
-        return lax.dynamic_update_slice(whole, new, (self.slot, block, *[0] * (new.ndim - 2)))
+        return lax.dynamic_update_slice(whole, new, (self.slot, place, *[0] * (new.ndim - 2)))
 
     def read(self, block, zero=0) -> Tree:
         """One block's values [...], in device memory; `zero` as in `loops.counted_loop`."""
-        return jax.tree.map(lambda whole: self.read_array(whole, block, zero), self.buffer)
+        leaves, structure = jax.tree.flatten(self.buffer)
+        return structure.unflatten(
+            self.read_array(whole, self.place(leaf, whole, block), zero) for leaf, whole in enumerate(leaves)
+        )
 
     def stacks(self, block, zero=0) -> list[tuple[jax.Array, jax.Array]]:
         """For each array of `read`, the stack [slots * blocks, ...] and the place in it that it is read from."""
-        return [self.stack(whole, block, zero) for whole in jax.tree.leaves(self.buffer)]
+        leaves = enumerate(jax.tree.leaves(self.buffer))
+        return [self.stack(whole, self.place(leaf, whole, block), zero) for leaf, whole in leaves]
 
-    def stack(self, whole: jax.Array, block, zero=0) -> tuple[jax.Array, jax.Array]:
-        """As `stacks`, for one array of the buffer."""
-        return whole.reshape(-1, *whole.shape[2:]), (self.slot + zero) * whole.shape[1] + block
+    def stack(self, whole: jax.Array, place, zero=0) -> tuple[jax.Array, jax.Array]:
+        """As `stacks`, for one array of the buffer, at a block's `place`."""
+        return whole.reshape(-1, *whole.shape[2:]), (self.slot + zero) * whole.shape[1] + place
 
-    def read_array(self, whole: jax.Array, block, zero=0) -> jax.Array:
-        """As `read`, for one array of the buffer."""
-        start = (self.slot + zero, block, *[0] * (whole.ndim - 2))
+    def read_array(self, whole: jax.Array, place, zero=0) -> jax.Array:
+        """As `read`, for one array of the buffer, at a block's `place`."""
+        start = (self.slot + zero, place, *[0] * (whole.ndim - 2))
         value = lax.dynamic_slice(whole, start, (1, 1, *whole.shape[2:]))
         return (jax.device_put(value, DEVICE) if self.on_host else value)[0, 0]
 
@@ -110,8 +124,12 @@ class StashRef:
 class SlotApart:
     """One slot of a stash of which each slot is a buffer of its own. It has the methods of StashRef.
 
+    Of two slots some arrays may be shared: while a forward writes blocks 0, 1, ... of one, a backward has read them, last
+    block first, of the other. So the second slot has its last block first in these.
+
     Attributes:
-      buffer: a tuple with the buffer of each slot, pytrees of [1, blocks per chunk, ...].
+      buffer: a tuple with the buffer of each slot, pytrees of [1, blocks per chunk, ...]; the second one has None for the
+        arrays that it shares.
       slot: int; or an int32 scalar, of which `ChunkWork.at_slot` makes an int.
     """
 
@@ -119,13 +137,37 @@ class SlotApart:
     slot: Any
 
     @property
+    def shared(self) -> frozenset[int]:
+        """Which leaves the slots share, by number."""
+        return frozenset(number for number, leaf in enumerate(_leaves(self.buffer[-1])) if leaf is None)
+
+    @property
     def own(self) -> StashRef:
         """The slot's buffer."""
-        return StashRef(self.buffer[self.slot], 0)
+        if self.slot == 0 or not self.shared:
+            return StashRef(self.buffer[self.slot], 0)
+        first, structure = jax.tree.flatten(self.buffer[0])
+        leaves = [a if b is None else b for a, b in zip(first, _leaves(self.buffer[self.slot]), strict=True)]
+        return StashRef(structure.unflatten(leaves), 0, mirrored=self.shared)
 
     def replaced(self, own: Tree) -> tuple[Tree, ...]:
         """`buffer` with another buffer of this slot."""
-        return (*self.buffer[: self.slot], own, *self.buffer[self.slot + 1 :])
+        buffer = (*self.buffer[: self.slot], own, *self.buffer[self.slot + 1 :])
+        if self.slot == 0 or not self.shared:
+            return buffer
+        leaves, structure = jax.tree.flatten(own)
+        pairs = list(enumerate(zip(jax.tree.leaves(buffer[0]), leaves, strict=True)))
+        first = structure.unflatten(new if number in self.shared else old for number, (old, new) in pairs)
+        return first, structure.unflatten(None if number in self.shared else new for number, (_, new) in pairs)
+
+    def after(self, values: Tree) -> tuple[Tree, ...]:
+        """`buffer`, with the shared arrays in a form that XLA cannot write to before the values are computed."""
+        leaves, structure = jax.tree.flatten(self.buffer[0])
+        places = sorted(self.shared)
+        _, later = lax.optimization_barrier((values, [leaves[place] for place in places]))
+        for place, whole in zip(places, later, strict=True):
+            leaves[place] = whole
+        return structure.unflatten(leaves), *self.buffer[1:]
 
     def write(self, block, values: Tree) -> tuple[Tree, ...]:
         """`buffer` with one block's values [...] in this slot."""
@@ -138,3 +180,13 @@ class SlotApart:
     def stacks(self, block, zero=0) -> list[tuple[jax.Array, jax.Array]]:
         """As of StashRef."""
         return self.own.stacks(block, zero)
+
+
+def with_shared(buffers: tuple[Tree, Tree], shared: frozenset[int]) -> tuple[Tree, Tree]:
+    """The buffer of a `SlotApart` of two slots that share some leaves, by number."""
+    leaves, structure = jax.tree.flatten(buffers[1])
+    return buffers[0], structure.unflatten(None if leaf in shared else a for leaf, a in enumerate(leaves))
+
+
+def _leaves(tree: Tree) -> list:
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)

@@ -1,9 +1,10 @@
 """Functions of whole arrays of a layer, such as Muon's Newton-Schulz, of parameters that ZeRO and tensor split.
 
 The layers of a stage are distributed over its devices, and each computes with whole arrays of its own. First replicas that
-shard the arrays (ZeRO) get layers instead, an all-to-all; if they do not divide the layers, layers of zeros are added. Then
-each device of a tensor group gets the same number of whole layers, a second all-to-all. Those that are left, fewer than the
-group has devices, stay split over it, one after the other. The results return in the same way.
+shard the arrays (ZeRO) get layers instead, an all-to-all, unless they have layers already (`pipeline.parameters`); if they
+do not divide the layers, layers of zeros are added. Then each device of a tensor group gets the same number of whole layers,
+a second all-to-all. Those that are left, fewer than the group has devices, stay split over it, one after the other. The
+results return in the same way.
 """
 
 import dataclasses
@@ -97,7 +98,8 @@ def _of_leaf(
     as_names = lambda entry: entry if isinstance(entry, tuple) else (entry,) if entry else ()  # noqa: E731
     entries = [as_names(entry) for entry in (*spec, *[None] * (leaf.ndim - len(spec)))]
     pipe, own = entries[1], entries[STACK:]
-    replicas = next((names for names in own if "data" in names), ())
+    has_layers = "data" in entries[STACK - 1]  # replicas have whole layers
+    replicas = entries[STACK - 1] if has_layers else next((names for names in own if "data" in names), ())
     rest = [() if "data" in names else names for names in own]
     tensor_axis = next((place for place, names in enumerate(rest) if "tensor" in names), None)
     without = [tuple(name for name in names if name != "tensor") for names in rest]
@@ -106,8 +108,11 @@ def _of_leaf(
     of_group, each, _ = layer_counts(layers, groups, tensor)
     whole = each * tensor
 
-    x = jnp.moveaxis(leaf, 1, 0).reshape(ranks, layers, *array)
-    x = jnp.pad(x, [(0, 0), (0, groups * of_group - layers), *[(0, 0)] * len(array)])
+    if has_layers:
+        x = jnp.moveaxis(leaf.reshape(chunks, ranks, groups, -1, *array), 0, 2)
+    else:
+        x = jnp.moveaxis(leaf, 1, 0).reshape(ranks, layers, *array)
+        x = jnp.pad(x, [(0, 0), (0, groups * of_group - layers), *[(0, 0)] * len(array)])
     x = _placed(x.reshape(ranks, groups, of_group, *array), [pipe, replicas, (), *rest], mesh)
     results = []
     for part, is_split in ((x[:, :, :whole], False), (x[:, :, whole:], tensor > 1)):
@@ -122,6 +127,9 @@ def _of_leaf(
             part = _placed(part, [pipe, replicas, over, *without], mesh)
         results.append(_placed(part, [pipe, replicas, (), *rest], mesh))
     x = jnp.concatenate(results, 2) if len(results) > 1 else results[0]
+    if has_layers:
+        x = jnp.moveaxis(x.reshape(ranks, groups, chunks, -1, *array), 2, 0)
+        return _placed(x.reshape(leaf.shape), entries, mesh)
     x = _placed(x.reshape(ranks, groups * of_group, *array), [pipe, (), *own], mesh)[:, :layers]
     return _placed(jnp.moveaxis(x.reshape(ranks, chunks, slots, *array), 0, 1), entries, mesh)
 

@@ -34,7 +34,10 @@ def arrays(dtype=jnp.float32, width=70):
 def test_equal_to_jaxs_gradients(activation, dtype):
     """Of one part of a stack, whose sizes are no multiples of the kernel's tiles; rounded once."""
     stack, slopes, _, _ = arrays(dtype)
-    got = jax.jit(partial(gated_gradients, activation=activation, interpret=True))(stack, jnp.int32(1), slopes)
+    run = partial(gated_gradients, activation=activation, interpret=True)
+    got = jax.jit(run)(stack, jnp.int32(1), slopes)
+    (alone,) = run(stack, jnp.int32(1), slopes, with_activation=False)
+    np.testing.assert_array_equal(alone, got[0])
     of = lambda up: activation(up[..., 0, :]) * up[..., 1, :]  # noqa: E731
     active, pull = jax.vjp(of, stack[1].astype(jnp.float32))
     for value, expected in zip(got, (*pull(slopes.astype(jnp.float32)), active), strict=True):
@@ -44,10 +47,11 @@ def test_equal_to_jaxs_gradients(activation, dtype):
         )
 
 
-def test_the_gradients_are_those_of_the_two_steps(monkeypatch):
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_gradients_are_those_of_the_two_steps(monkeypatch, kept):
     stack, _, kernel, gradient = arrays()
     monkeypatch.setattr(module, "on_tensor_shards", lambda local, *specs: local)
-    one_pass = lambda up, kernel: gated_down(up, kernel, jax.nn.silu, identity, True)  # noqa: E731
+    one_pass = lambda up, kernel: gated_down(up, kernel, jax.nn.silu, identity, True, kept)  # noqa: E731
     plain = lambda up, kernel: (jax.nn.silu(up[..., 0, :]) * up[..., 1, :]) @ kernel  # noqa: E731
     for got, want in zip(*(both_ways(of)(gradient, stack[0], kernel) for of in (one_pass, plain)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.pipeline.early_stash import stash_as_computed
-from megajax.pipeline.stash import SlotApart, StashRef, empty_stash
+from megajax.pipeline.stash import SlotApart, StashRef, empty_stash, with_shared
 
 
 def block(x, w):
@@ -51,3 +51,21 @@ def test_slots_that_are_buffers_of_their_own():
     assert not any(a.any() for a in jax.tree.leaves(first))
     jax.tree.map(np.testing.assert_array_equal, SlotApart((first, second), 1).read(1), values)
     jax.tree.map(lambda a: np.testing.assert_array_equal(a[0, 0], 0), second)
+
+
+def test_slots_that_share_an_array_are_written_while_the_other_is_read():
+    """Of three blocks in merged ticks: a forward writes its block t after a backward has read block 2 - t."""
+    buffers = with_shared(tuple(empty_stash(1, 3, [jnp.zeros(2), jnp.zeros(3)]) for _ in range(2)), frozenset({1}))
+    assert len(jax.tree.leaves(buffers)) == 3
+    of = lambda microbatch, block: [jnp.full(2, 10.0 * microbatch + block), jnp.full(3, 100.0 * microbatch + block)]  # noqa: E731
+    for block in range(3):
+        buffers = SlotApart(buffers, 0).write(block, of(0, block))
+    for microbatch in range(1, 4):
+        ahead, back = microbatch % 2, 1 - microbatch % 2
+        for block in range(3):
+            stash = SlotApart(buffers, back)
+            got = stash.read(2 - block)
+            stack, place = stash.stacks(2 - block)[1]
+            np.testing.assert_array_equal(stack[place], got[1])
+            jax.tree.map(np.testing.assert_array_equal, got, of(microbatch - 1, 2 - block))
+            buffers = SlotApart(stash.after(got), ahead).write(block, of(microbatch, block))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from megajax.models.context import model_rules, model_shapes
 from megajax.pipeline.layout import (
     Specs,
     from_pipeline_layout,
@@ -17,8 +18,10 @@ from megajax.pipeline.layout import (
     to_pipeline_layout,
     vary,
 )
+from megajax.pipeline.parameters import parameter_specs
 from megajax.schedules.schedule import Schedule
 from megajax.schedules.stages import StageLayers, loop, wave
+from tests import small
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,23 @@ def test_layers_are_where_the_schedule_places_their_stage(data, ranks, chunks, g
 
 def test_the_sharding_of_a_leaf_in_pipeline_layout():
     assert pipeline_spec(P(None, None, "tensor")) == P(None, "pipe", None, None, "tensor")
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({"zero": 1}, P(None, "pipe", "data", None, None, "tensor")),
+        ({"zero": 1, "recompute": "full", "recompute_blocks": 4}, P(None, "pipe", None, "data", None, "tensor")),
+        ({"zero": 3}, P(None, "pipe", None, "data", None, "tensor")),
+        ({"zero": 1, "chunks": 4}, P(None, "pipe", None, "data", None, "tensor")),
+    ],
+    ids=str,
+)
+def test_with_zero_1_replicas_have_whole_layers_if_they_divide_a_stages(options, want):
+    """Of a gated matrix [chunks, pipe, slots, hidden, 2, feedforward], 8 layers on two stages."""
+    run = small.make_run((2, 2, 2), model=small.LLAMA, **options)
+    specs = parameter_specs(model_shapes(run), run.parallel, model_rules(run))
+    assert specs.stored["blocks"]["feedforward"]["up"]["kernel"] == want
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 1)])
