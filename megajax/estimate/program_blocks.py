@@ -53,8 +53,8 @@ FP8_WEIGHT, FP8_PASSES, FP8_KERNELS = 28, 7, 22
 # Collective matmuls: passes over inputs and outputs, without the rank's own part; kernels for each other part, and of a pass
 # besides; of a ring's time what is exposed at least.
 PART_PASSES, PART_KERNELS, RING_MATMUL, RING_EXPOSED = 3, 2, 7, 0.15
-# Zero bubble: passes over what I keeps for W.
-KEPT_PASSES = 4
+# Zero bubble: passes over what I keeps for W, of each; and those of W over a gated MLP's gates, whose product it computes.
+KEPT_PASSES, GATED_PASSES = 2, 1.5
 
 
 class Product(NamedTuple):
@@ -300,11 +300,21 @@ class Blocks(ExpertKernels, AttentionKernels):
             exposed += self._exposed(self.sends.again + self.sends.sums, 0.0)
         ratio = 1 + 2 * 4 / self.item / 2  # the weights again, and fp32 gradients
         data = SHARDED_BACKWARD * ratio * self._sharded
-        kept = kept_for_weights(self.run, self.item) if self.program.splits else 0
         communication = Work(
             tensor=exposed, context=self.around(1), expert=self.dispatched[1], data=data, offload=self._transfer
         )
-        return self._input_kernels + self.traffic(KEPT_PASSES * kept) + communication
+        return self._input_kernels + self.traffic(self._kept - self._late) + communication
+
+    @functools.cached_property
+    def _kept(self) -> float:
+        """Bytes that I moves to keep them for W, and W to read them again."""
+        return KEPT_PASSES * kept_for_weights(self.run, self.item) if self.program.splits else 0.0
+
+    @property
+    def _late(self) -> float:
+        """Bytes of a backward's elementwise work that W moves."""
+        gated = self.program.splits and is_gated(self.model) and not self.model.experts
+        return GATED_PASSES * self._gates if gated else 0.0
 
     @functools.cached_property
     def weight(self) -> Work:
@@ -312,6 +322,7 @@ class Blocks(ExpertKernels, AttentionKernels):
         again = self.sends.again * (self.parallel.recompute != "full") + self.sends.late * self.program.splits
         pairs, _, experts = self.over_tensor(again)
         kernels = self._weight_kernels + self.kernels(WEIGHT if self.program.splits else 0)
+        kernels += self.traffic(self._kept + self._late)
         exposed = max(0.0, pairs - kernels.total) if self._parts == 1 else RING_EXPOSED * pairs
         return kernels + Work(tensor=exposed + experts)
 
