@@ -69,6 +69,16 @@ def block_parameters(run: RunConfig) -> tuple[int, int]:
     return block - every, own
 
 
+def block_arrays(run: RunConfig) -> tuple[int, int]:
+    """Arrays that a block's parameters are: those outside its experts, and its experts'. Arguments: see `block_parameters`."""
+    model, costs = run.model, model_costs(run.model)
+    experts = sum(one.name.startswith("experts") for one in costs.matmuls)
+    dense = len(costs.matmuls) - experts
+    norms = getattr(model, "block_norms", 2) * (2 if getattr(model, "norm", "") == "layernorm" else 1)
+    vectors = norms + dense * getattr(model, "biases", False) + 2 * getattr(model, "query_key_norm", False)
+    return dense + vectors, max(1, experts)
+
+
 def rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
     """Parameters of a rank on one device, before ZeRO: those outside the experts, and the experts'.
 
