@@ -8,9 +8,10 @@ python -m benchmarks.compiled questions    what the planner answers to nine ques
 python -m benchmarks.compiled account      prints the dry run's account of a few runs, and of a step of one GPU that is
                                            written by hand in plain JAX (`benchmarks.plain_step`)
 
-The first four compile the cases of benchmarks/compiled_cases.txt (each set half an hour or more on one core), replace their
-rows in benchmarks/results/compiled.json, and compare them with the models. The compiled program has no bubble: a step is
-of a rank that computes all of its microbatches; the bubble is that of its schedule with its operations' times. Needs pip install "megajax[dryrun]" and nvidia-cudnn-cu12.
+The first four compile the cases of benchmarks/compiled_cases.txt (each set half an hour or more on one core), replace
+their rows in benchmarks/results/compiled.json, and compare them with the models. The compiled program has no bubble: a step
+is of a rank that computes all of its microbatches; the bubble is that of its schedule with its operations' times. Needs
+pip install "megajax[dryrun]" and nvidia-cudnn-cu12.
 """
 
 import dataclasses

@@ -52,9 +52,10 @@ class AttentionKernels(Kernels):
     def _unfused(self, heads: float, queries: float, tokens: float) -> tuple[Work, Work, Work]:
         """As `attention`, of products and kernels that XLA makes of a softmax, on so many heads of all samples.
 
-        A forward reads the scores for their maximum, and for their sum, and for the probabilities that it writes. A backward
-        reads scores or probabilities and their gradient twice, and writes the scores' gradient; where it computes scores again
-        it reads these twice more, and writes the probabilities. What dropout kept is a byte of each score, written and read.
+        A forward reads the scores for their maximum, for their sum, and for the probabilities that it writes. A backward
+        reads scores or probabilities and their gradient twice, and writes the scores' gradient; where it computes scores
+        again it reads them twice more, and writes the probabilities. What dropout kept is a byte of a score, written and
+        read.
         """
         attention, mode, scores = self.model.attention, self.parallel.recompute, heads * queries * tokens
         width = (attention.head_size + (attention.value_size or attention.head_size)) / 2  # on average
@@ -97,8 +98,8 @@ class AttentionKernels(Kernels):
 
         Exchanged for heads (`ops/exchanged_attention.py`) all of them are exposed. Keys and values round a ring:
 
-        XLA starts those of a forward before the first product, beside the queries' rotation, and so hides only the last. In a
-        backward they run beside the steps' products, those of gradients too. Where a tensor group has collectives as well,
+        XLA starts those of a forward before the first product, beside the queries' rotation, and so hides only the last. In
+        a backward they run beside the steps' products, those of gradients too. Where a tensor group has collectives as well,
         about as many of a backward as of a forward are exposed, and those of both run beside nothing else.
         """
         ranks, (_, elements) = self.parallel.context, context_sends(self.run)

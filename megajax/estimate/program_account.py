@@ -15,7 +15,15 @@ from megajax.runtime.mesh import mesh_places
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 from megajax.schedules.simulate import Costs
 
-__all__ = ["StepAccount", "account_arguments", "account_of", "operation_costs", "ragged_part", "rates_of_run", "routed_part"]
+__all__ = [
+    "StepAccount",
+    "account_arguments",
+    "account_of",
+    "operation_costs",
+    "ragged_part",
+    "rates_of_run",
+    "routed_part",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +56,7 @@ def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
 
 
 def operation_costs(program: StepProgram, found: Account) -> Costs:
-    """Seconds of each operation on one chunk where it runs alone, the mean of the account's; those of `Costs` if none does."""
+    """Seconds of each operation on one chunk where it runs alone, the account's mean; as `Costs` says if none does."""
     alone = program.passes - sum(merged_passes(program))
     needed = (FORWARD, *((INPUT, WEIGHT) if program.splits else (BACKWARD,)))
     if alone <= 0 or any(found.scopes[op] <= 0 for op in needed):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megajax.estimate.attention_kernels import CONTEXT_MERGED, AttentionKernels
 from megajax.estimate.expert_kernels import EXPERTS_HIDDEN, SLICE, ExpertKernels
-from megajax.estimate.memory import block_arrays, block_parameters, is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
+from megajax.estimate.memory import block_arrays, is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
 from megajax.estimate.merged_ticks import exposed_parts, has_latencies
 from megajax.estimate.program_kernels import Work
 from megajax.estimate.rates import in_a_host
@@ -280,9 +280,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         """What the exposed collectives of ZeRO-3 follow from; None without it."""
         if self.sharding.zero != 3:
             return None
-        seconds = {
-            of: [self._product(one, of) for one in self._products] for of in ("outputs", "inputs", "weights")
-        }
+        seconds = {of: [self._product(one, of) for one in self._products] for of in ("outputs", "inputs", "weights")}
         forward, backward, _ = self.attention
         traffic = self._forward_kernels.traffic - forward.traffic
         sent = self.sharded([(one.weights, one.experts) for one in self._products])
@@ -297,9 +295,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             hidden = 2 * self._collective, self._stash + copies
         exposed = self._exposed(self.sends.forward, min(hidden))
         data = forward_exposed(self._passes) if self._passes else 0.0
-        communication = Work(
-            tensor=exposed, context=self.around(0), expert=self.dispatched[0], data=data
-        )
+        communication = Work(tensor=exposed, context=self.around(0), expert=self.dispatched[0], data=data)
         offload = max(0.0, self._transfer - self._forward_kernels.total)
         return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
 

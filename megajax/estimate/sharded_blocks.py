@@ -1,9 +1,9 @@
 """ZeRO-3's collectives of a block: which of its gathers and reduce-scatters no kernel overlaps.
 
-Each array of a block is gathered by a collective of its own, in each pass, and its gradient scattered; all run one after the
-other on one stream. XLA's GPU compiler starts and awaits them in the order below, read off scheduled programs (Llama 2 7B and
-GPT-3 1.3B on H100s and L40S, with full recomputation and without; `benchmarks.compiled` has others). What is exposed follows
-from the sizes and the rates of kernels and links:
+Each array of a block is gathered by a collective of its own, in each pass, and its gradient scattered; all run one after
+the other on one stream. XLA's GPU compiler starts and awaits them in the order below, read off scheduled programs (Llama 2
+7B and GPT-3 1.3B on H100s and L40S, with full recomputation and without; `benchmarks.compiled` has others). What is exposed
+follows from the sizes and the rates of kernels and links:
 
     forward     the first weight, which its matmul waits for; the others beside that matmul and attention
     backward    with full recomputation likewise, else the last weight first; and each gradient after its matmul: these come

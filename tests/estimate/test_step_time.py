@@ -36,7 +36,9 @@ CLOSED_FORMS = [
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), CLOSED_FORMS)
-@pytest.mark.parametrize("costs", [Costs(1, 2, 1, 1), Costs(1, 3, 2, 1), Costs(1, 2.2, 1.2, 1), Costs(1, 2.7, 2.5, 0.2)])
+@pytest.mark.parametrize(
+    "costs", [Costs(1, 2, 1, 1), Costs(1, 3, 2, 1), Costs(1, 2.2, 1.2, 1), Costs(1, 2.7, 2.5, 0.2)]
+)
 def test_lockstep_bubbles_by_closed_form_are_those_of_the_simulation(schedule, chunks, costs):
     for pipe, microbatches in ((2, 4), (4, 4), (4, 8), (4, 16), (8, 24)):
         made = make_schedule(schedule, stages=pipe, microbatches=microbatches, chunks=chunks)
