@@ -8,9 +8,10 @@ python -m benchmarks.compiled questions    what the planner answers to nine ques
 python -m benchmarks.compiled account      prints the dry run's account of a few runs, and of a step of one GPU that is
                                            written by hand in plain JAX (`benchmarks.plain_step`)
 
-The first four compile the cases of benchmarks/compiled_cases.txt (each set half an hour or more on one core), replace their
-rows in benchmarks/results/compiled.json, and compare them with the models. The compiled program has no bubble: a step is
-of a rank that computes all of its microbatches. Needs pip install "megajax[dryrun]" and nvidia-cudnn-cu12.
+The first four compile the cases of benchmarks/compiled_cases.txt (each set half an hour or more on one core), replace
+their rows in benchmarks/results/compiled.json, and compare them with the models. The compiled program has no bubble: a step
+is of a rank that computes all of its microbatches; the bubble is that of its schedule with its operations' times. Needs
+pip install "megajax[dryrun]" and nvidia-cudnn-cu12.
 """
 
 import dataclasses
@@ -131,7 +132,7 @@ def measure(run: RunConfig, gpu: Gpu, timeout: float = 900) -> Row:
         one, total = found.account, lambda part: round(sum(part.values()), 6)
         figures["seconds"] = {kind: round(value, 6) for kind, value in one.seconds.items()}
         figures["rates"] = "by size"
-        figures["bubble"] = found.bubble  # of the schedule, with a backward of twice the forward's time
+        figures["bubble"], figures["operations"] = found.bubble, "own"
         figures["collectives"] = {"hidden": total(one.hidden), "exposed": total(one.exposed)}
         figures |= {name: result[name] for name in ("memory", "arguments")} | {"compilation": round(result["seconds"])}
     return figures | {"run": {name: dataclasses.asdict(getattr(run, name)) for name in ("model", "parallel", "train")}}
@@ -178,7 +179,8 @@ class Comparison:
       peak, peak_error, fits: of the memory, in bytes.
       classes: seconds of matmuls, attention, other kernels, exposed communication, gaps, and waits for the host.
       work, error: seconds of the step without the bubble.
-      bubble: relative to that; step: seconds with the model's bubble, both.
+      bubble: relative to that; before "operations" was in rows of a backward of twice the forward's time.
+      step: seconds with the bubble; of those rows with the model's, both.
     """
 
     def __init__(self, row: Row):
@@ -204,7 +206,8 @@ class Comparison:
         self.work = sum(row["seconds"].values()), whole.total - whole.slowest - bubble
         self.error = self.work[1] / self.work[0] - 1
         self.bubble = row["bubble"] * (bubble > 0), bubble / self.work[1]
-        self.step = tuple(seconds * (1 + self.bubble[1]) for seconds in self.work)
+        own = self.bubble if "operations" in row else (self.bubble[1], self.bubble[1])
+        self.step = tuple(seconds * (1 + share) for seconds, share in zip(self.work, own, strict=True))
 
 
 def pair(values: tuple[float, float], scale: float, digits: int = 1) -> str:

@@ -9,10 +9,15 @@ from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, devices_her
 
 __all__ = ["CONTEXT_MERGED", "AttentionKernels"]
 
-# Ring attention: passes over the queries for each step of the ring, and kernels, of a forward and of a backward.
-RING_PASSES, RING_KERNELS = (8, 18), (8, 13)
+# Ring attention, of a forward and of a backward: passes over the queries, and over the keys and the values each, and kernels
+# for each step of the ring; and once, to sum up the steps' results, over the queries.
+RING_QUERIES, RING_KEYS, RING_KERNELS = (3, 7), (4, 10), (8, 13)
+RING_ENDS = 2
 # Exchange of the sequence for heads: passes over each array that is exchanged, and kernels of a forward.
 EXCHANGE_PASSES, EXCHANGE_KERNELS = 2, 8
+# Attention without a fused kernel: passes over queries, keys and values that bring them into the layout of its products, and
+# their results and gradients out of it, besides those of fused attention; of a forward and of a backward.
+UNFUSED_COPIES = (10 / 3, 8)
 # Of the exchanges of both passes merged, what is exposed.
 CONTEXT_MERGED = 0.5
 
@@ -35,43 +40,67 @@ class AttentionKernels(Kernels):
         if is_fused(parallel):
             flops = 4 * heads * attention.pairs(tokens) * attention.width / parallel.context
             factor = TOKAMAX_BACKWARD if parallel.attention == "tokamax" else FUSED_BACKWARD
-            keys = attention.pairs(tokens) / tokens
+            # a kernel of a ring's step has the keys of one rank only, on average half of them where they are masked
+            here = tokens / parallel.ring_ranks / (2 if attention.causal else 1)
+            keys = min(attention.pairs(tokens) / tokens, here)
             rates = [self.rates.attention_rate(backward, keys, attention.head_size) for backward in (False, True)]
             forward = Work(attention=flops / rates[0], gaps=self.rates.gap)
             backward = Work(attention=factor * flops / rates[1], gaps=self.rates.gap)
             return forward, backward, Work()
-        scores = heads * queries * tokens
-        moved = 4 * scores * self.item  # for the maximum, for the sum, and the softmax's reads and writes
-        flops = scores * (
-            attention.head_size + (attention.value_size or attention.head_size)
-        )  # a product's, on average
+        return self._unfused(heads, queries, tokens)
+
+    def _unfused(self, heads: float, queries: float, tokens: float) -> tuple[Work, Work, Work]:
+        """As `attention`, of products and kernels that XLA makes of a softmax, on so many heads of all samples.
+
+        A forward reads the scores for their maximum, for their sum, and for the probabilities that it writes. A backward
+        reads scores or probabilities and their gradient twice, and writes the scores' gradient; where it computes scores
+        again it reads them twice more, and writes the probabilities. What dropout kept is a byte of a score, written and
+        read.
+        """
+        attention, mode, scores = self.model.attention, self.parallel.recompute, heads * queries * tokens
+        width = (attention.head_size + (attention.value_size or attention.head_size)) / 2  # on average
         written = scores * self.item
-        product = self.rates.product(flops, written, written)
-        passes = self.traffic(moved + (scores * (2 * self.item + 1) if self.drops else 0), 4)
-        forward = Work(matmul=2 * product, gaps=2 * self.rates.gap) + passes
-        again = forward if parallel.recompute in attention.scores_recomputed else Work()
-        backward = Work(matmul=4 * product, gaps=4 * self.rates.gap) + passes
-        return forward, backward, again
+        moved = written + heads * (queries + tokens) * width * self.item
+        product = self.rates.product(2 * scores * width, written, moved)
+
+        arrays = (heads * queries + 2 * tokens * heads * attention.groups / attention.heads) * width * self.item
+        forward, backward = UNFUSED_COPIES
+
+        def work(products: int, passes: int, masks: int, copies: float = 0) -> Work:
+            moved = passes * scores * self.item + self.drops * masks * scores + copies * arrays
+            return Work(matmul=products * product, gaps=products * self.rates.gap) + self.traffic(moved, 4)
+
+        again = mode in attention.scores_recomputed
+        of_gradients = work(4, 4 if again else 5, 3 if mode == "full" else 2, backward)
+        return work(2, 4, mode == "none", forward), of_gradients, work(1, 4, 0) if again else Work()
 
     def between_ranks(self, backward: int) -> Work:
         """Copies and partial results of a forward (0) or a backward (1) whose samples several ranks share."""
         work = Work()
         heads, steps = self.model.attention, self.parallel.ring_ranks - 1
         if heads is not None and steps:
-            queries = self.rows * heads.heads * heads.width / self.parallel.tensor * self.item
-            work += self.traffic(steps * RING_PASSES[backward] * queries, steps * RING_KERNELS[backward])
+            moved = (steps * RING_QUERIES[backward] + RING_ENDS) * self._queries
+            moved += steps * RING_KEYS[backward] * context_sends(self.run)[1] * self.item
+            work += self.traffic(moved, steps * RING_KERNELS[backward])
         if heads is not None and self.parallel.context > self.parallel.ring_ranks:
             arrays = (2 + 2 * backward) * sum(exchanged_elements(self.run)) * self.item
             work += self.traffic(EXCHANGE_PASSES * arrays, EXCHANGE_KERNELS * (1 + backward))
         return work
+
+    @property
+    def _queries(self) -> float:
+        """Bytes of a block's queries on a device."""
+        heads = self.model.attention
+        return self.rows * heads.heads * heads.width / self.parallel.tensor * self.item
 
     def around(self, backward: int) -> float:
         """Seconds of exposed sends of attention's arrays between C ranks, in one block.
 
         Exchanged for heads (`ops/exchanged_attention.py`) all of them are exposed. Keys and values round a ring:
 
-        XLA starts all of them before the first product, and so hides only the last of a forward; in a backward, which sends
-        gradients too, about as many are exposed.
+        XLA starts those of a forward before the first product, beside the queries' rotation, and so hides only the last. In
+        a backward they run beside the steps' products, those of gradients too. Where a tensor group has collectives as well,
+        about as many of a backward as of a forward are exposed, and those of both run beside nothing else.
         """
         ranks, (_, elements) = self.parallel.context, context_sends(self.run)
         if ranks == 1 or not elements:
@@ -80,4 +109,8 @@ class AttentionKernels(Kernels):
             here = devices_here(self.parallel, self.rates.host_size, ranks, "data")
             part = [one * self.item / ranks for one in exchanged_elements(self.run)]
             return (2 + 2 * backward) * sum(self.rates.all_to_all(one, ranks, here) for one in part)
-        return (2 * (ranks - 1) - (1 - backward)) * self.send(elements * self.item, "data", ranks)
+        one, alone = self.send(elements * self.item, "data", ranks), self.parallel.tensor == 1
+        if backward and alone:
+            return max(0.0, (4 * ranks - 2) * one - self.attention[1].attention)
+        beside = 2 * self._queries / self.rates.memory if alone else 0.0
+        return max(0.0, (2 * (ranks - 1) - (1 - backward)) * one - beside)

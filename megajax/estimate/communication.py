@@ -27,6 +27,7 @@ from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
 from megajax.estimate.memory import (
     ITEMSIZE,
     Sharding,
+    block_arrays,
     block_parameters,
     rows_of,
     trained_rank_parameters,
@@ -258,10 +259,11 @@ def replica_sends(
 ) -> list[Sent]:
     """The sums of gradients of (parameters, experts'), with ZeRO scattered, weights gathered: once, or by so many blocks.
 
-    `trained`: those of `held` that have gradients; None: all.
+    `trained`: those of `held` that have gradients; None: all. Each array of a block is sent alone.
     """
     zero, replicas, degree = run.parallel.zero, run.parallel.replicas, run.parallel.expert
     passes, ways, part = (run.microbatches * blocks, 2, BLOCKS) if blocks else (1, 1, STEP)  # forward and backward
+    arrays = block_arrays(run) if blocks else (1, 1)
     formula = "(dC-1)/(dC) of a device's {}, " + ("blocks' {}per microbatch, the rest once" if zero == 3 else "once")
     scattered, gathered = formula.format("gradients", ""), formula.format("16-bit weights", "twice ")
     kinds = [
@@ -272,12 +274,16 @@ def replica_sends(
         kinds = [(REDUCE, "gradients", f"2 {scattered}", 1, 2 * GRADIENT)]
     # Experts have dC/N replicas, every N-th on the axis.
     groups = lambda kind: zip(  # noqa: E731
-        held if trained is None or kind == GATHER else trained, (replicas, replicas // degree), (1, degree), strict=True
+        held if trained is None or kind == GATHER else trained,
+        (replicas, replicas // degree),
+        (1, degree),
+        arrays,
+        strict=True,
     )
     return [
-        Sent("data", kind, what, part, formula, times, (size - 1) / size * count * item, True, size, apart)
+        Sent("data", kind, what, part, formula, times * n, (size - 1) / size * count * item / n, True, size, apart)
         for kind, what, formula, times, item in kinds
-        for count, size, apart in groups(kind)
+        for count, size, apart, n in groups(kind)
         if count and size > 1
     ]
 

@@ -158,16 +158,13 @@ def loop_trip_counts(run: RunConfig, on_cpu: bool = False) -> dict[str, float]:
     each = layers.layers / layers.group / layers.stages if program.skips_slots else blocks
     no_choice = parallel.chunks == 1 and one_order and program.drains  # 2BW has two versions
     every = [works for tick in schedule.ticks for works in tick]
-    pairs = sum(map(schedule.overlaps, every)) / OVERLAP_PARTS / schedule.stages
     parts = {work.parts for works in every if not schedule.overlaps(works) for work in works}
     total, full, ticks = program.passes, Counter(), Counter()
     for segment in schedule.segments:
         full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
         ticks.update(dict.fromkeys(segment.ops, segment.stop - segment.start))
-    dynamic, runs, merged = on_cpu and blocks == 1, program.executed, 0
+    dynamic, (merged, pairs) = on_cpu and blocks == 1, merged_passes(program)
     found = dict.fromkeys(EACH_END, float(run.microbatches)) | _end_branches(program)
-    if program.merges:
-        merged = sum(segment.stop - segment.start for segment in runs.segments if is_merged(runs, segment))
     for op in BLOCKS:
         static = full[op] if no_choice else 0
         several = min(max(parts), blocks) if op == BACKWARD and not schedule.split else 1
@@ -179,6 +176,15 @@ def loop_trip_counts(run: RunConfig, on_cpu: bool = False) -> dict[str, float]:
         found |= {op: loops * each, op + BRANCHES: chosen * several}
     found |= {MERGED + BRANCHES: merged + pairs * min(OVERLAP_PARTS, blocks)}
     return found | {SEND + BRANCHES: float(slot_tables(schedule).rows.sends[:, 0].sum())} if pairs else found
+
+
+def merged_passes(program: StepProgram) -> tuple[int, float]:
+    """How many of a rank's forwards of a chunk run in merged ticks, and how many overlap a backward in parts."""
+    runs, schedule, merged = program.executed, program.schedule, 0
+    if program.merges:
+        merged = sum(segment.stop - segment.start for segment in runs.segments if is_merged(runs, segment))
+    every = (works for tick in schedule.ticks for works in tick)
+    return merged, sum(map(schedule.overlaps, every)) / OVERLAP_PARTS / schedule.stages
 
 
 def _end_branches(program: StepProgram) -> dict[str, float]:

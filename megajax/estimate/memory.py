@@ -69,6 +69,19 @@ def block_parameters(run: RunConfig) -> tuple[int, int]:
     return block - every, own
 
 
+def block_arrays(run: RunConfig) -> tuple[int, int]:
+    """How many arrays a block's parameters are: those outside its experts, and its experts'.
+
+    Of a run whose layers are all of one kind (`kinds.layers_of_kinds`).
+    """
+    model, costs = run.model, model_costs(run.model)
+    experts = sum(one.name.startswith("experts") for one in costs.matmuls)
+    dense = len(costs.matmuls) - experts
+    norms = getattr(model, "block_norms", 2) * (2 if getattr(model, "norm", "") == "layernorm" else 1)
+    vectors = norms + dense * getattr(model, "biases", False) + 2 * getattr(model, "query_key_norm", False)
+    return dense + vectors, max(1, experts)
+
+
 def rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
     """Parameters of a rank on one device, before ZeRO: those outside the experts, and the experts'.
 
@@ -145,9 +158,10 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     workspace = max(_workspace(kind.run, item, sharding) for kind in kinds)
     copies = stashed * of_chunk(stash_copies)
     beside = workspace if max(kind.slots for kind in kinds) == 1 else 0  # whose memory copies of the stash share
-    # ZeRO-3 gathers the weights of the current block and of the next one.
-    largest = max(sum(block_parameters(kind.run)) for kind in kinds)
-    gathered = 2 * largest * item if sharding.zero >= 3 else 0
+    # ZeRO-3 gathers what is outside the blocks once, for the whole step.
+    shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
+    elsewhere = shared - shared // parallel.replicas
+    gathered = item * elsewhere if item < 4 else 0
     # Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
     # hoists the transposition of the blocks' weights out of the loops.
     transposed = item * sum(rank_block_parameters(run)) if run.train.matmul_dtype == "fp8" else 0
@@ -166,13 +180,11 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     copied = 4 * work if sharding.zero == 1 and parallel.replicas > 1 and uneven else 0
     # Replicas sum a copy of the previous batch's gradients while the state in flight is allocated. ZeRO-1 scatters the sum.
     summed = 4 * work + (4 * state if sharding.zero else 0) if versions > 1 and parallel.replicas > 1 else 0
-    # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
-    shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
-    unscattered = 4 * (shared - shared // parallel.replicas)
     return {
         "weights": 4 * state + frozen,
         "optimizer": _optimizer_state(run, state, sharding),
-        "gradients": versions * 4 * work + unscattered,
+        # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
+        "gradients": versions * 4 * work + 4 * elsewhere,
         **during,
         "workspace": max(workspace, copied - sum(during.values()), summed, _update(run) - sum(during.values())),
     }
@@ -317,7 +329,8 @@ def _workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     The larger of a block's (`_block_workspace`, with a fused attention kernel) and the head's: logits, of the columns that a
     device has, their gradient, and three arrays of all tokens. Without a fused kernel a block has its weights' gradients in
     16 bit and four arrays of attention scores (least squares over the grid gives 1.14 and 4.23; all else shares that memory
-    at other times). cuDNN's own workspace is unknown without a GPU, and not counted.
+    at other times), with dropout also its mask, of a byte, and the probabilities before it. With ZeRO-3 a block has its
+    gathered weights. cuDNN's own workspace is unknown without a GPU, and not counted.
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
@@ -325,13 +338,16 @@ def _workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     whole = item * rows_of(model, parallel) * model.hidden
     logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, split) // split
     scratch = samples * tokens * max(kind.scratch for _, kind in model.layers_of_kinds) // tensor
+    gathered = sum(block_parameters(run)) * item if sharding.zero >= 3 else 0
     if model.experts is not None and parallel.attention in FUSED:
-        return _expert_workspace(run, item) + scratch + logits + whole
+        return _expert_workspace(run, item) + scratch + gathered + logits + whole
     if parallel.attention in FUSED:
-        return max(_block_workspace(run, item) + scratch, logits + 3 * whole)
+        return max(_block_workspace(run, item) + scratch + gathered, logits + 3 * whole)
     gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
     heads = model.attention.heads if model.attention else 0
-    return max(gradients + item * 4 * samples * heads * tokens * tokens // tensor + scratch, logits)
+    dropped = (1 + item) * (heads > 0 and model.attention.dropout > 0)
+    scores = (4 * item + dropped) * samples * heads * tokens * tokens // tensor
+    return max(gradients + scores + scratch + gathered, logits)
 
 
 def _block_workspace(run: RunConfig, item: int) -> int:

@@ -7,14 +7,23 @@ from megajax.config import RunConfig
 from megajax.estimate import model_costs
 from megajax.estimate.expert_dispatch import sent_share
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.hlo import loop_trip_counts
+from megajax.estimate.hlo import loop_trip_counts, merged_passes
 from megajax.estimate.rates import Rates, rates_of
 from megajax.estimate.roofline import Account, account
 from megajax.pipeline.program import StepProgram
 from megajax.runtime.mesh import mesh_places
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 from megajax.schedules.simulate import Costs
 
-__all__ = ["StepAccount", "account_arguments", "account_of", "ragged_part", "rates_of_run", "routed_part"]
+__all__ = [
+    "StepAccount",
+    "account_arguments",
+    "account_of",
+    "operation_costs",
+    "ragged_part",
+    "rates_of_run",
+    "routed_part",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +46,24 @@ class StepAccount:
 def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
     """The account of a run's compiled step.
 
-    The bubble is that of megajax's executor, in which ranks start each tick together, with a backward twice as long as a
-    forward.
+    The bubble is that of megajax's executor, in which ranks start each tick together, of operations that take as long as in
+    the program (`operation_costs`).
     """
-    costs, program = Costs(), StepProgram.of(run)
-    ideal = program.passes * (costs.forward + costs.backward)
-    bubble = (
-        program.bubble(costs, lockstep=True) / ideal if run.parallel.pipe > 1 and not program.computes_bubbles else 0.0
-    )
-    found = account(hlo, *account_arguments(run, gpu))
-    return StepAccount(found, bubble)
+    found, program = account(hlo, *account_arguments(run, gpu)), StepProgram.of(run)
+    if run.parallel.pipe == 1 or program.computes_bubbles:
+        return StepAccount(found, 0.0)
+    return StepAccount(found, program.bubble(operation_costs(program, found), lockstep=True) / found.total)
+
+
+def operation_costs(program: StepProgram, found: Account) -> Costs:
+    """Seconds of each operation on one chunk where it runs alone, the account's mean; as `Costs` says if none does."""
+    alone = program.passes - sum(merged_passes(program))
+    needed = (FORWARD, *((INPUT, WEIGHT) if program.splits else (BACKWARD,)))
+    if alone <= 0 or any(found.scopes[op] <= 0 for op in needed):
+        return Costs().scaled(found.total / program.passes / (Costs.forward + Costs.backward))
+    forward, *parts = (found.scopes[op] / alone for op in needed)
+    whole = sum(parts)
+    return Costs(forward, whole, *(parts if program.splits else (whole / 2, whole / 2)))
 
 
 def account_arguments(run: RunConfig, gpu: Gpu) -> tuple[dict[str, float], Rates, Sequence[int]]:

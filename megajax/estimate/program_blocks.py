@@ -18,12 +18,18 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megajax.estimate.attention_kernels import CONTEXT_MERGED, AttentionKernels
-from megajax.estimate.communication import GATHER, replica_sends
 from megajax.estimate.expert_kernels import EXPERTS_HIDDEN, SLICE, ExpertKernels
-from megajax.estimate.memory import block_parameters, is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
+from megajax.estimate.memory import block_arrays, is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
 from megajax.estimate.merged_ticks import exposed_parts, has_latencies
 from megajax.estimate.program_kernels import Work
 from megajax.estimate.rates import in_a_host
+from megajax.estimate.sharded_blocks import (
+    Passes,
+    ShardedBlocks,
+    backward_exposed,
+    forward_exposed,
+    merged_exposed,
+)
 from megajax.estimate.trained import trained_parameters
 
 __all__ = ["Blocks"]
@@ -42,19 +48,19 @@ CROWDED = 0.1
 # The collectives of a merged block with an MLP that is not gated that nothing overlaps at least, where XLA is not told the
 # times of matmuls.
 UNTOLD = 1.35
-# Exposed collectives of ZeRO-3, relative to all: of a forward, of a backward, of both merged.
-SHARDED_FORWARD, SHARDED_BACKWARD, SHARDED_MERGED = 0.33, 0.46, 0.28
 # Bytes for each parameter of a block where nothing is done in place: its 16-bit slice, read and written, in each pass; its
 # gradient, in 16 bits, added to the fp32 sum.
 ACCUMULATION = 10
+# With ZeRO-3, bytes for each parameter of a shard: the scattered gradient and the fp32 sum, read, and the sum, written.
+SHARDED_SUM = 12
 # fp8: bytes for each parameter of a block (the largest of each row, both layouts quantized, sums copied out and back),
 # passes over each matmul's input and output, and kernels of a matmul.
 FP8_WEIGHT, FP8_PASSES, FP8_KERNELS = 28, 7, 22
 # Collective matmuls: passes over inputs and outputs, without the rank's own part; kernels for each other part, and of a pass
 # besides; of a ring's time what is exposed at least.
 PART_PASSES, PART_KERNELS, RING_MATMUL, RING_EXPOSED = 3, 2, 7, 0.15
-# Zero bubble: passes over what I keeps for W.
-KEPT_PASSES = 4
+# Zero bubble: passes over what I keeps for W, of each; and those of W over a gated MLP's gates, whose product it computes.
+KEPT_PASSES, GATED_PASSES = 2, 1.5
 
 
 class Product(NamedTuple):
@@ -77,7 +83,7 @@ class Product(NamedTuple):
         return 0.0 if self.experts else self.inputs * self.outputs
 
 
-class Blocks(ExpertKernels, AttentionKernels):
+class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
     """The blocks of a run's program: `forward`, `backward`, `input`, `weight` and `merged` are of one block.
 
     The layers of the run are of one kind (`kinds.layers_of_kinds`); `program` is that of all kinds.
@@ -267,17 +273,21 @@ class Blocks(ExpertKernels, AttentionKernels):
             if backward and self.parallel.recompute == "none":  # gathered values of the stash, too
                 arrays += self._pairs
             work += self.traffic(2 * arrays * self.rows * self.model.hidden * self.item, arrays)
-        if self.sharding.zero == 3 and backward:
-            work += self.traffic(ACCUMULATION * weights / self.replicas)
+        if self.sharding.zero == 3:  # slices of the stacks' shards, and the scattered gradient added to its sum
+            moved = (SLICE + backward * SHARDED_SUM) * weights / self.replicas
+            work += self.traffic(moved, (1 + backward) * block_arrays(self.run)[0])
         return work
 
     @functools.cached_property
-    def _sharded(self) -> float:
-        """Seconds of gathering a block's weights over the replicas, with ZeRO-3; its gradients take twice as long."""
+    def _passes(self) -> Passes | None:
+        """What the exposed collectives of ZeRO-3 follow from; None without it."""
         if self.sharding.zero != 3:
-            return 0.0
-        gathers = (one for one in replica_sends(self.run, block_parameters(self.run), 1) if one.kind == GATHER)
-        return sum(map(self.seconds_of, gathers)) + self.rates.gap * (len(self._products) - 1)
+            return None
+        seconds = {of: [self._product(one, of) for one in self._products] for of in ("outputs", "inputs", "weights")}
+        forward, backward, _ = self.attention
+        traffic = self._forward_kernels.traffic - forward.traffic
+        sent = self.sharded([(one.weights, one.experts) for one in self._products])
+        return Passes(**seconds, **sent, attention=(forward.total, backward.total), traffic=traffic)
 
     @functools.cached_property
     def forward(self) -> Work:
@@ -287,9 +297,8 @@ class Blocks(ExpertKernels, AttentionKernels):
             copies = SLICE * sum(one.weights for one in self._products) / self.rates.memory
             hidden = 2 * self._collective, self._stash + copies
         exposed = self._exposed(self.sends.forward, min(hidden))
-        communication = Work(
-            tensor=exposed, context=self.around(0), expert=self.dispatched[0], data=SHARDED_FORWARD * self._sharded
-        )
+        data = forward_exposed(self._passes) if self._passes else 0.0
+        communication = Work(tensor=exposed, context=self.around(0), expert=self.dispatched[0], data=data)
         offload = max(0.0, self._transfer - self._forward_kernels.total)
         return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
 
@@ -301,13 +310,22 @@ class Blocks(ExpertKernels, AttentionKernels):
         exposed = self._exposed(self.sends.gradients, min(2 * self._collective, hidden))
         if full:
             exposed += self._exposed(self.sends.again + self.sends.sums, 0.0)
-        ratio = 1 + 2 * 4 / self.item / 2  # the weights again, and fp32 gradients
-        data = SHARDED_BACKWARD * ratio * self._sharded
-        kept = kept_for_weights(self.run, self.item) if self.program.splits else 0
+        data = backward_exposed(self._passes) if self._passes else 0.0
         communication = Work(
             tensor=exposed, context=self.around(1), expert=self.dispatched[1], data=data, offload=self._transfer
         )
-        return self._input_kernels + self.traffic(KEPT_PASSES * kept) + communication
+        return self._input_kernels + self.traffic(self._kept - self._late) + communication
+
+    @functools.cached_property
+    def _kept(self) -> float:
+        """Bytes that I moves to keep them for W, and W to read them again."""
+        return KEPT_PASSES * kept_for_weights(self.run, self.item) if self.program.splits else 0.0
+
+    @property
+    def _late(self) -> float:
+        """Bytes of a backward's elementwise work that W moves."""
+        gated = self.program.splits and is_gated(self.model) and not self.model.experts
+        return GATED_PASSES * self._gates if gated else 0.0
 
     @functools.cached_property
     def weight(self) -> Work:
@@ -315,6 +333,7 @@ class Blocks(ExpertKernels, AttentionKernels):
         again = self.sends.again * (self.parallel.recompute != "full") + self.sends.late * self.program.splits
         pairs, _, experts = self.over_tensor(again)
         kernels = self._weight_kernels + self.kernels(WEIGHT if self.program.splits else 0)
+        kernels += self.traffic(self._kept + self._late)
         exposed = max(0.0, pairs - kernels.total) if self._parts == 1 else RING_EXPOSED * pairs
         return kernels + Work(tensor=exposed + experts)
 
@@ -329,8 +348,7 @@ class Blocks(ExpertKernels, AttentionKernels):
     def merged(self) -> Work:
         """Most collectives overlap the other pass's matmuls."""
         kernels = self._forward_kernels + self._input_kernels + self._weight_kernels + self.kernels(-MERGED)
-        ratio = 1 + 1 + 4 / self.item
-        data = SHARDED_MERGED * ratio * self._sharded
+        data = merged_exposed(self._passes) if self._passes else 0.0
         shown = 1 - EXPERTS_HIDDEN[self.parallel.tensor == 1]
         sends = self.sends
         all_of_them, _, experts = self.over_tensor(sends.forward + sends.gradients + sends.again + sends.sums)

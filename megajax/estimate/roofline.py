@@ -18,7 +18,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from megajax.estimate.hlo import SENT, collective_groups, collective_size
+from megajax.estimate.hlo import BLOCKS, EACH_END, SENT, collective_groups, collective_size
 from megajax.estimate.hlo_parser import (
     KINDS,
     Line,
@@ -34,9 +34,12 @@ from megajax.estimate.hlo_parser import (
 )
 from megajax.estimate.kernels import kernel_of
 from megajax.estimate.rates import Rates
+from megajax.pipeline.embedding_and_head import ENDS
+from megajax.pipeline.options import MERGED
 
 HOST_MEMORY, TRANSFER = "S(5)", "host transfer"
 COMBINED = 4  # conditionals of a computation; a tick that is not in a loop over ticks has its own
+SCOPES = (*BLOCKS, MERGED, *EACH_END, ENDS)
 GAPS, SYNCS, EXPOSED = "gaps between kernels", "host synchronisation", "exposed collectives"
 _counter = functools.partial(dataclasses.field, default_factory=Counter)
 
@@ -52,6 +55,7 @@ class Account:
       kernels: launched, by class.
       synchronisations: how often the host waits for the device.
       hidden, exposed: seconds of collectives by kind, beside kernels and not.
+      scopes: seconds of the loops and branches of the executor's scopes (`SCOPES`), without ends in those of blocks.
     """
 
     seconds: Counter = _counter()
@@ -62,6 +66,7 @@ class Account:
     synchronisations: float = 0.0
     hidden: Counter = _counter()
     exposed: Counter = _counter()
+    scopes: Counter = _counter()
 
     @property
     def total(self) -> float:
@@ -213,7 +218,10 @@ class _Reader:
     def _part(self, line: Line, works: bool | None, types: Mapping[str, str]) -> Account | None:
         """The account of one line that is no collective; None if it takes nothing. `works`: see `_called`."""
         if (id(line), works) not in self._parts:
-            self._parts[id(line), works] = self._called(line, works) or self._kernel(line, types)
+            part = self._called(line, works)
+            if part and (scope := line.op in ("while", "conditional") and scope_of(line, SCOPES)):
+                part = dataclasses.replace(part, scopes=Counter({scope: part.total}))
+            self._parts[id(line), works] = part or self._kernel(line, types)
         return self._parts[id(line), works]
 
     def _kernel(self, line: Line, types: Mapping[str, str]) -> Account | None:

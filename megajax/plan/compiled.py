@@ -1,7 +1,7 @@
 """The planner's best rows, compiled for their GPU and ranked by the compiled programs: `megajax plan --compile COUNT`.
 
 Each is compiled as the dry run compiles it, which takes a minute or more on two cores and needs no GPU, and its time is the
-account of its kernels with the bubble and the waiting for the slowest GPU that the time model predicts.
+account of its kernels with the bubble, and with the waiting for the slowest GPU that the time model predicts.
 """
 
 import dataclasses
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from megajax.estimate.program_account import account_of
 from megajax.estimate.rates import waiting
-from megajax.pipeline.program import StepProgram
 from megajax.plan.compiler import CompilerError, compile_for
 from megajax.plan.search import Candidate, usable_bytes
 
@@ -55,16 +54,10 @@ def compile_rows(
         except CompilerError as error:
             found.append(Compiled(place, one, problem=str(error)))
             continue
-        account = account_of(one.run, gpu, result["hlo"]).account
-        seconds = account.total * (1 + bubble_share(one)) * (1 + waiting(gpu, one.run.parallel.devices))
+        account = account_of(one.run, gpu, result["hlo"])
+        seconds = account.seconds * (1 + waiting(gpu, one.run.parallel.devices))
         found.append(Compiled(place, one, seconds, result["memory"]["peak"]))
     return found
-
-
-def bubble_share(one: Candidate) -> float:
-    """The predicted bubble relative to the rest of the step; 0 where the program computes in it."""
-    inside = StepProgram.of(one.run).computes_bubbles
-    return 0.0 if inside else one.time.bubble / (one.time.total - one.time.slowest - one.time.bubble)
 
 
 def ranked(found: Sequence[Compiled]) -> list[Compiled]:

@@ -16,20 +16,58 @@ from megajax.schedules.stages import loop, wave
 
 
 def split_bubble(stages: int, microbatches: int, chunks: int, costs: Costs, lockstep: bool) -> float:
-    """Idle time of ZB-H1 and the schedules derived from it.
+    """Idle time of ZB-H1 and of its interleaved form.
 
-    In lockstep each tick takes as long as the slowest of F, I and W, except that at least vp ticks of the fill hold
-    none of the slowest. Where the three differ this is an upper bound: close for p >= 4, and up to a quarter of the
-    step too much for p = 2.
+    In lockstep a tick takes as long as the slowest of F, I and W that any rank has in it.
     """
-    work, waits = microbatches * chunks, stages - 1
-    if not waits:
+    return _bubble(_ticks(stages, microbatches, chunks), stages, microbatches * chunks, costs, lockstep)
+
+
+def _v_bubble(stages: int, microbatches: int, chunks: int, costs: Costs, lockstep: bool) -> float:
+    """Idle time of ZB-V, in lockstep as of `split_bubble`, but for a few ticks of the fill and drain."""
+    return _bubble(_v_ticks(stages, microbatches), stages, microbatches * chunks, costs, lockstep)
+
+
+def _bubble(ticks: dict[str, int], stages: int, work: int, costs: Costs, lockstep: bool) -> float:
+    """`ticks`: how many there are by the operations that any rank has in them."""
+    if stages == 1:
         return 0.0
     if not lockstep:
-        return waits * max(0.0, costs.forward + costs.input - costs.weight)
-    slowest = max(costs.forward, costs.input, costs.weight)
-    cheaper = min(work, stages * chunks) * (slowest - min(costs.forward, costs.input, costs.weight))
-    return (3 * work + waits) * slowest - cheaper - work * (costs.forward + costs.backward)
+        return (stages - 1) * max(0.0, costs.forward + costs.input - costs.weight)
+    seconds = {FORWARD: costs.forward, INPUT: costs.input, WEIGHT: costs.weight}
+    makespan = sum(count * max(seconds[op] for op in kind) for kind, count in ticks.items())
+    return makespan - work * (costs.forward + costs.backward)
+
+
+def _ticks(stages: int, microbatches: int, chunks: int) -> dict[str, int]:
+    """Of a loop, as counted in its tables: the last tick has W only."""
+    most = 3 * microbatches * chunks + stages - 1 + max(0, stages - microbatches)
+    return _kinds(stages, microbatches, chunks, most, stages - 1, (2 * chunks - 1) * stages, 1)
+
+
+def _v_ticks(stages: int, microbatches: int) -> dict[str, int]:
+    """Of a V: with fewer than 2p - 1 microbatches there are more ticks, and fewer that have W only."""
+    fewer = max(0, 2 * stages - 1 - microbatches)
+    most = 6 * microbatches + stages - 1 + max(0, 2 * fewer - stages + 1)
+    weights = 3 if microbatches <= stages else max(1, stages - 2 * fewer)
+    return _kinds(stages, microbatches, 2, most, 1, 2 * stages, weights)
+
+
+def _kinds(
+    stages: int, microbatches: int, chunks: int, most: int, early: int, late: int, weights: int
+) -> dict[str, int]:
+    """Of `most` ticks pv have F only, then `early` F and I, in the end `late` I and W, and `weights` W only.
+
+    The others have all three; on two ranks two of them.
+    """
+    alone = {FORWARD: stages * chunks, WEIGHT: weights}
+    full = most - sum(alone.values())
+    if stages == 2:
+        apart = max(0, (microbatches - 2) * chunks)
+        return alone | {"FI": apart + 1, "FW": apart, "IW": full - 2 * apart - 1}
+    early = min(early, max(0, 2 * microbatches - 3))
+    late = min(late, full - early)
+    return alone | {"FI": early, "FIW": full - early - late, "IW": late}
 
 
 def _h1_slots(stages: int, microbatches: int, chunks: int) -> Slots:
@@ -130,7 +168,7 @@ def _zero_bubble(name: str, stages: int, microbatches: int, chunks: int, *, eage
 
 
 @register(
-    "zb_v", chunks="two", split=True, paired=False, placement=wave, slots=_v_slots, bubble=split_bubble, simplicity=6
+    "zb_v", chunks="two", split=True, paired=False, placement=wave, slots=_v_slots, bubble=_v_bubble, simplicity=6
 )
 def zb_v(stages: int, microbatches: int, chunks: int) -> Schedule:
     """ZB-V (2401.10241 section 6; 2405.15362): two chunks on each rank, placed in a V: rank 0 has both ends.

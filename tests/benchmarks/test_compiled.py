@@ -25,7 +25,7 @@ def test_names_are_those_of_one_case():
 def test_rows_have_one_form():
     always = {"set", "name", "place", "gpu", "versions", "memory", "compilation", "run"}
     for row in json.loads(compiled.RESULTS.read_text())["rows"]:
-        assert always <= row.keys() <= always | {"seconds", "bubble", "collectives", "arguments", "rates"}
+        assert always <= row.keys() <= always | {"seconds", "bubble", "collectives", "arguments", "rates", "operations"}
         assert ("seconds" in row) == ("bubble" in row) and "peak" in row["memory"]
 
 

@@ -147,6 +147,7 @@ def test_the_seconds_of_each_instruction_by_its_name_when_it_was_scheduled():
     assert found["known"] == pytest.approx(5 * turn)
     assert found["unknown"] == pytest.approx(3 * turn + 4 * (found["less"] + RATES.synchronisation))
     assert not {"y", "gathered", "out", "init"} & set(found)
+    assert account(renamed, {"F": 3}, RATES).scopes == {"F": pytest.approx(found["unknown"])}
 
 
 SLICES = """HloModule m, is_scheduled=true

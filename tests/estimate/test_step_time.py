@@ -2,13 +2,17 @@
 
 import dataclasses
 import math
+from collections import Counter
 
 import pytest
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
+from megajax.estimate.hlo import merged_passes
 from megajax.estimate.measured import Link
+from megajax.estimate.program_account import operation_costs
 from megajax.estimate.rates import JITTER, Rates, rates_of, spread
+from megajax.estimate.roofline import Account
 from megajax.estimate.step_time import step_time
 from megajax.pipeline.program import StepProgram
 from megajax.schedules.registry import SPECS, find, make_schedule
@@ -32,18 +36,17 @@ CLOSED_FORMS = [
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), CLOSED_FORMS)
-@pytest.mark.parametrize("costs", [Costs(1, 2, 1, 1), Costs(1, 3, 2, 1), Costs(1, 2.2, 1.2, 1)])
+@pytest.mark.parametrize(
+    "costs", [Costs(1, 2, 1, 1), Costs(1, 3, 2, 1), Costs(1, 2.2, 1.2, 1), Costs(1, 2.7, 2.5, 0.2)]
+)
 def test_lockstep_bubbles_by_closed_form_are_those_of_the_simulation(schedule, chunks, costs):
-    equal = costs.forward == costs.weight == costs.input
-    for pipe, microbatches in ((2, 4), (4, 8), (4, 16), (8, 24)):
+    for pipe, microbatches in ((2, 4), (4, 4), (4, 8), (4, 16), (8, 24)):
         made = make_schedule(schedule, stages=pipe, microbatches=microbatches, chunks=chunks)
         simulated = simulate_lockstep(made, costs).makespan
         predicted = microbatches * chunks * (costs.forward + costs.backward)
         predicted += bubble_of(schedule, pipe, microbatches, chunks, costs, True)
-        if made.split and not equal:
-            assert simulated * 0.999 <= predicted <= simulated * (1.05 if pipe > 2 else 1.25)
-        else:
-            assert predicted == pytest.approx(simulated)
+        # the ticks of zb_v's fill and drain with few ranks, or few microbatches, are counted within one or two
+        assert predicted == pytest.approx(simulated, rel=0.05 if schedule == "zb_v" else 1e-6)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [kind for kind in CLOSED_FORMS if not SPECS[kind[0]].split])
@@ -58,6 +61,30 @@ def test_a_bubble_without_closed_form_is_simulated(lockstep):
     """ZB-H2 (2401.10241): (p - 1) tF, with the drain included."""
     assert find("zb_h2").bubble is None
     assert bubble_of("zb_h2", 4, 8, 1, Costs(1, 2, 1, 1), lockstep) == pytest.approx(3)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "alone", "scopes"),
+    [
+        (ParallelConfig(pipe=2, chunks=2, schedule="zb_v"), 16, {"F": 16, "I": 48, "W": 8, "ends": 5}),
+        (ParallelConfig(pipe=2, schedule="1f1b"), 8, {"F": 8, "B": 28, "ends": 5}),
+        # of 8 forwards 7 - 2 run in merged ticks, with a backward
+        (ParallelConfig(pipe=2, tensor=2), 3, {"F": 3, "B": 9, "FB": 25}),
+    ],
+)
+def test_the_bubble_of_a_compiled_program_is_of_its_own_operations(parallel, alone, scopes):
+    run = RunConfig(preset("tiny"), parallel, TrainConfig(global_batch_size=8))
+    found, program = Account(scopes=Counter(scopes)), StepProgram.of(run)
+    assert program.passes - sum(merged_passes(program)) == alone
+    costs = operation_costs(program, found)
+    whole = scopes.get("B", scopes.get("I", 0) + scopes.get("W", 0)) / alone
+    assert (costs.forward, costs.backward) == (1, whole)
+    if parallel.schedule == "zb_v":
+        assert (costs.input, costs.weight) == (3, 0.5)
+    # where no operation runs alone, those of the step's time, the backward twice the forward
+    found.seconds["matmul"] = 24.0
+    found.scopes.clear()
+    assert operation_costs(program, found) == Costs().scaled(24 / program.passes / 3)
 
 
 def test_a_pipeline_that_never_drains_has_no_bubble():

@@ -2,10 +2,10 @@
 
 import json
 import tomllib
-import types
 
 import pytest
 
+from megajax.estimate.program_account import StepAccount
 from megajax.estimate.roofline import Account
 from megajax.plan import compiled
 from megajax.plan.__main__ import main
@@ -26,7 +26,7 @@ def test_rows_are_ranked_by_their_compiled_programs(monkeypatch, tmp_path, capsy
     def account_of(run, gpu, hlo):
         account = Account()
         account.seconds["matmul"] = {"1": 3.0, "2": 2.0, "3": 1.0}[hlo]
-        return types.SimpleNamespace(account=account)
+        return StepAccount(account, 0.0)
 
     monkeypatch.setattr(compiled, "compile_for", compile_for)
     monkeypatch.setattr(compiled, "account_of", account_of)

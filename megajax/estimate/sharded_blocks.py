@@ -1,0 +1,185 @@
+"""ZeRO-3's collectives of a block: which of its gathers and reduce-scatters no kernel overlaps.
+
+Each array of a block is gathered by a collective of its own, in each pass, and its gradient scattered; all run one after
+the other on one stream. XLA's GPU compiler starts and awaits them in the order below, read off scheduled programs (Llama 2
+7B and GPT-3 1.3B on H100s and L40S, with full recomputation and without; `benchmarks.compiled` has others). What is exposed
+follows from the sizes and the rates of kernels and links:
+
+    forward     the first weight, which its matmul waits for; the others beside that matmul and attention
+    backward    with full recomputation likewise, else the last weight first; and each gradient after its matmul: these come
+                last, so that the scatter of the last one, and what the matmuls did not hide, is exposed
+    merged      at the start the weights of both passes that attention has, and the last one of the backward; at the end the
+                gradient of the widest
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megajax.estimate.communication import GATHER, GRADIENT, SCATTER
+from megajax.estimate.memory import block_arrays, block_parameters, is_gated
+from megajax.estimate.merged_ticks import HOPPER
+from megajax.estimate.program_kernels import Kernels
+from megajax.estimate.rates import devices_here
+from megajax.estimate.trained import trained_parameters
+
+__all__ = ["Passes", "ShardedBlocks", "Timeline", "backward_exposed", "forward_exposed", "merged_exposed"]
+
+
+class Timeline:
+    """Kernels in order, and collectives beside them one at a time, as `roofline.account` has them.
+
+    Attributes:
+      exposed: seconds in which kernels waited.
+    """
+
+    def __init__(self):
+        self.now = self.free = self.exposed = 0.0
+
+    def run(self, seconds: float) -> None:
+        """A kernel."""
+        self.now += seconds
+
+    def start(self, seconds: float) -> float:
+        """A collective; returns when it ends."""
+        self.free = max(self.now, self.free) + seconds
+        return self.free
+
+    def wait(self, end: float) -> None:
+        self.exposed += max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
+
+class Passes(NamedTuple):
+    """Seconds of a block, of its matmuls in the order of the forward.
+
+    Attributes:
+      outputs, inputs, weights: of each matmul, and of those of its gradients.
+      gathers, scatters: of each matmul's weight and of its gradient.
+      other_gathers, other_scatters: of all other arrays, such as the scales of norms.
+      attention: of its forward and of its backward.
+      traffic: of a forward's other kernels.
+      gated: whether the MLP is.
+      full: whether the backward has a forward first.
+      hopper: whether XLA has a table of collectives for the GPU, by which it schedules.
+    """
+
+    outputs: Sequence[float]
+    inputs: Sequence[float]
+    weights: Sequence[float]
+    gathers: Sequence[float]
+    scatters: Sequence[float]
+    other_gathers: float
+    other_scatters: float
+    attention: tuple[float, float]
+    traffic: float
+    gated: bool
+    full: bool
+    hopper: bool
+
+
+class ShardedBlocks(Kernels):
+    """Gathers and reduce-scatters of a block's arrays over the replicas."""
+
+    def over_replicas(self, kind: str, count: float, experts: bool = False) -> float:
+        """Seconds of a gather of an array of so many parameters, or of a scatter of its gradient."""
+        apart = self.parallel.expert if experts else 1
+        size = self.replicas // apart
+        sent = (size - 1) / size * count * (self.item if kind == GATHER else GRADIENT)
+        here = devices_here(self.parallel, self.gpu.host_size, size, "data", apart)
+        return self.rates.collective(kind, sent, size, here) if sent else 0.0
+
+    def sharded(self, matrices: Sequence[tuple[float, float]]) -> dict[str, Any]:
+        """The fields of `Passes` about collectives; `matrices`: parameters of each, and those of experts."""
+        trained = trained_parameters(self.program.run)
+        share = trained.matrices if trained else 1.0
+        dense = [own for own, experts in matrices if not experts]
+        others = block_arrays(self.run)[0] - len(dense)
+        rest = max(0.0, block_parameters(self.run)[0] - sum(dense)) / max(1, others)
+        sent = {
+            kind: [self.over_replicas(kind, own or experts, experts > 0) for own, experts in matrices]
+            for kind in (GATHER, SCATTER)
+        }
+        return {
+            "gathers": sent[GATHER],
+            "scatters": [share * one for one in sent[SCATTER]],
+            "other_gathers": others * self.over_replicas(GATHER, rest),
+            "other_scatters": share * others * self.over_replicas(SCATTER, rest),
+            "gated": is_gated(self.model),
+            "full": self.parallel.recompute == "full",
+            "hopper": (self.gpu.compute_capability or (0, 0)) >= HOPPER,
+        }
+
+
+def _forward(line: Timeline, one: Passes, last_first: bool) -> None:
+    """The first weight, then the second, the widest and the last, or these two the other way round."""
+    line.wait(line.start(one.other_gathers / 2 + one.gathers[0]))
+    order = list(range(1, len(one.gathers)))
+    if last_first:
+        order[1:] = order[:0:-1]
+    ends = {number: line.start(one.gathers[number]) for number in order}
+    others = line.start(one.other_gathers / 2)
+    line.run(one.outputs[0] + one.attention[0] + one.traffic / 2)
+    for number in sorted(ends):
+        if number == len(ends) and number > 1:
+            line.run(one.traffic / 2)
+        line.wait(ends[number])
+        line.run(one.outputs[number])
+    line.wait(others)
+
+
+def forward_exposed(one: Passes) -> float:
+    """Seconds of a forward's gathers that nothing overlaps."""
+    line = Timeline()
+    _forward(line, one, last_first=one.gated)
+    return line.exposed
+
+
+def backward_exposed(one: Passes) -> float:
+    """Seconds of a backward's gathers and reduce-scatters that nothing overlaps."""
+    line, count = Timeline(), len(one.gathers)
+    if one.full:
+        _forward(line, one, last_first=False)
+        line.run(sum(one.inputs) + one.attention[1])
+    else:
+        last = line.start(one.gathers[-1])
+        line.run(one.traffic / 4)
+        line.wait(last)
+        ends = {number: line.start(one.gathers[number]) for number in (*range(count - 2, 0, -1), 0) if count > 1}
+        others = line.start(one.other_gathers)
+        line.run(one.inputs[-1] + one.traffic / 2)
+        for number in range(count - 2, -1, -1):
+            if number == 0:
+                line.run(one.attention[1])
+            line.wait(ends[number])
+            line.run(one.inputs[number])
+        line.wait(others)
+    order = _gradients(count, one)
+    for number in order:
+        line.run(one.weights[number])
+        line.start(one.scatters[number])
+    line.wait(line.start(one.other_scatters))
+    return line.exposed
+
+
+def _gradients(count: int, one: Passes) -> Sequence[int]:
+    """In which order the weights' gradients are computed."""
+    if one.hopper and not one.full:
+        return [*range(count - 1, 1, -1), *range(min(2, count))]
+    first = [number for number in (1, count - 1, 0) if number < count]
+    return list(dict.fromkeys((*first, *range(2, count - 1))))
+
+
+def merged_exposed(one: Passes) -> float:
+    """Seconds of both passes' collectives that nothing overlaps, in one loop."""
+    line, count = Timeline(), len(one.gathers)
+    early = 2 * (one.other_gathers + sum(one.gathers[:2])) + (one.gathers[-1] if count > 2 else 0.0)
+    line.wait(line.start(early))
+    others = line.start(2 * sum(one.gathers[2:]) - (one.gathers[-1] if count > 2 else 0.0))
+    line.run(sum(one.outputs) + sum(one.inputs) + sum(one.attention) + 2 * one.traffic)
+    line.wait(others)
+    widest = max(range(count), key=one.scatters.__getitem__)
+    for number in (*(number for number in range(count) if number != widest), widest):
+        line.run(one.weights[number])
+        line.start(one.scatters[number])
+    line.wait(line.start(one.other_scatters))
+    return line.exposed

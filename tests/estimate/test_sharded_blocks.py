@@ -1,0 +1,73 @@
+"""Exposed collectives of ZeRO-3, by hand: which kernels each overlaps."""
+
+import dataclasses
+
+import pytest
+
+from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.estimate.gpus import find_gpu
+from megajax.estimate.program_time import Program
+from megajax.estimate.sharded_blocks import Passes, Timeline, backward_exposed, forward_exposed, merged_exposed
+
+# Four matmuls, of a second each, two for gradients of weights; a gather of a weight takes three, a scatter six.
+ONE = Passes(
+    outputs=[1.0] * 4,
+    inputs=[1.0] * 4,
+    weights=[2.0] * 4,
+    gathers=[3.0] * 4,
+    scatters=[6.0] * 4,
+    other_gathers=2.0,
+    other_scatters=1.0,
+    attention=(4.0, 8.0),
+    traffic=2.0,
+    gated=False,
+    full=False,
+    hopper=True,
+)
+
+
+def test_a_timeline_runs_one_collective_at_a_time():
+    line = Timeline()
+    first, second = line.start(3.0), line.start(2.0)
+    line.run(4.0)
+    line.wait(first)
+    assert line.exposed == 0
+    line.wait(second)
+    assert (line.exposed, line.now) == (1, 5)
+
+
+def test_the_first_weight_of_a_forward_is_exposed_and_others_as_far_as_kernels_do_not_hide_them():
+    # 1 + 3 at the start. Then 1 + 4 + 1 s of kernels, the second matmul, 3 after the second weight is there; the third
+    # weight comes at 6: no wait. The fourth is there at 9, the third matmul and the rest of the traffic end at 9.
+    assert forward_exposed(ONE) == 4
+    # The last weight before the widest: that one is there at 9, when 7 s of kernels have run.
+    assert forward_exposed(ONE._replace(gated=True)) == 4 + 2
+
+
+def test_gradients_are_scattered_after_their_matmuls():
+    # Selective: the last weight at the start, 3 less half a second of traffic; the third weight, 3 s later, waits for 1.5 s
+    # after the 2 s of kernels before; the second, 3 s later, for 2 s after its matmul; then 8 s of attention. Four scatters
+    # of 6 s, the first after 2 of 8 s of matmuls, and a second for the other arrays.
+    assert backward_exposed(ONE) == pytest.approx(2.5 + 1 + 2 + (2 + 4 * 6 + 1 - 8))
+    # Full recomputation has the forward's instead, in its order.
+    full = ONE._replace(full=True)
+    assert backward_exposed(full) == pytest.approx(forward_exposed(ONE) + (2 + 4 * 6 + 1 - 8))
+    # Nothing to compute: everything is exposed.
+    none = dict.fromkeys(("outputs", "inputs", "weights"), [0.0] * 4) | {"attention": (0.0, 0.0), "traffic": 0.0}
+    everything = 4 * 3 + 2 + 4 * 6 + 1
+    assert backward_exposed(ONE._replace(**none)) == backward_exposed(full._replace(**none)) == everything
+    assert merged_exposed(ONE._replace(**none)) == everything + 4 * 3 + 2
+
+
+def test_slow_links_expose_more_than_their_share():
+    """As compiled, Llama 2 7B with ZeRO-3 on L40S waits for half of the step, on H100s for an eighth."""
+    exposed = []
+    for name in ("l40s", "h100-80gb"):
+        layout = ParallelConfig(data=8, zero=3, attention="cudnn")
+        run = RunConfig(preset("llama2-7b"), layout, TrainConfig(global_batch_size=16))
+        parts = Program(run, find_gpu(name)).parts
+        exposed.append(parts.data / parts.total)
+    assert 0.5 < exposed[0] < 0.6 and 0.1 < exposed[1] < 0.15
+    one_replica = run.with_layout(data=1, zero=0)
+    one_replica = dataclasses.replace(one_replica, train=TrainConfig(global_batch_size=2))
+    assert Program(one_replica, find_gpu("l40s")).parts.data == 0
