@@ -42,8 +42,10 @@ class ParallelConfig:
     expert_dispatch: str = setting(
         "auto",
         "how tokens get to the replicas that have their experts: an all-gather of all tokens, or an all-to-all of those "
-        "that each replica has experts for; auto: what the time model says is faster, never a ragged exchange",
-        ("auto", "gather", "all_to_all"),
+        "that each replica has experts for, with room for all that could be there, or (bucketed) for one and a half times "
+        "balanced loads and the rest in rounds; auto: gather or all_to_all, what the time model says is faster, never a "
+        "ragged exchange",
+        ("auto", "gather", "all_to_all", "bucketed"),
     )
     chunks: int = setting(
         1,

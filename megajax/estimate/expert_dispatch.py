@@ -3,7 +3,6 @@
 `--expert-dispatch auto` is the faster of the two by these, of those that it takes (`with_expert_dispatch`).
 """
 
-import math
 from typing import NamedTuple
 
 from megajax.config import ParallelConfig, RunConfig
@@ -12,11 +11,13 @@ from megajax.estimate.gpus import Gpu
 from megajax.estimate.memory import ITEMSIZE, rows_of
 from megajax.estimate.rates import Rates, devices_here, rates_of
 from megajax.models.costs import Experts, ModelCosts
+from megajax.ops.expert_rounds import FIRST, balanced_share
 
-__all__ = ["CHOICES", "GATHER", "dispatch_times", "dispatches", "sent_share", "with_expert_dispatch"]
+__all__ = ["BY_ALL_TO_ALL", "CHOICES", "GATHER", "dispatch_times", "dispatches", "sent_share", "with_expert_dispatch"]
 
 GATHER, ALL_TO_ALL = "all-gather", "all-to-all"
 TOKENS, CHOICES = "tokens and experts' results", "choices of experts"
+BY_ALL_TO_ALL = ("all_to_all", "bucketed")  # of `expert_dispatch`
 CHOICE = 4  # bytes: an expert's number, its weight
 
 
@@ -51,7 +52,7 @@ def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int) -> list[D
     part = rows_of(model, parallel) * model.hidden * item / parallel.sequence_shares * (degree - 1)
     choices = rows_of(model, parallel) * model.experts.chosen * CHOICE * (degree - 1)
     tokens = [Dispatch(TOKENS, GATHER, part, 1, 1 + again), Dispatch(TOKENS, ALL_TO_ALL, part, 1, 1)]
-    if parallel.expert_dispatch == "all_to_all":
+    if parallel.expert_dispatch in BY_ALL_TO_ALL:
         share, ragged = sent_share(model.experts, parallel)
         tokens = [Dispatch(TOKENS, ALL_TO_ALL, share * part, 2, 2 + again, ragged)]
     return [*tokens, Dispatch(CHOICES, GATHER, choices, 2, 2 * again), Dispatch(CHOICES, ALL_TO_ALL, choices, 0, 1)]
@@ -66,13 +67,16 @@ def dispatch_times(model: ModelCosts, parallel: ParallelConfig, rates: Rates, it
 def sent_share(experts: Experts, parallel: ParallelConfig) -> tuple[float, bool]:
     """(the part of its tokens that a replica sends to another one by all-to-all, whether only routed tokens are sent).
 
-    With capacity all places are sent. Without, of balanced routing, those tokens that chose any of the replica's experts.
+    With capacity all places are sent, and with buckets those of the first exchange. Without, of balanced routing, those
+    tokens that chose any of the replica's experts.
     """
     here = experts.count // parallel.expert
+    if parallel.expert_dispatch == "bucketed":
+        return min(1.0, FIRST * balanced_share(experts.count, experts.chosen, parallel.expert)), False
     places = here * experts.share * parallel.sequence_shares
     if places < 1:
         return places, False
-    return 1 - math.comb(experts.count - here, experts.chosen) / math.comb(experts.count, experts.chosen), True
+    return balanced_share(experts.count, experts.chosen, parallel.expert), True
 
 
 def with_expert_dispatch(run: RunConfig, gpu: Gpu) -> RunConfig:

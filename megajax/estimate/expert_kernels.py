@@ -10,7 +10,7 @@ import functools
 import numpy as np
 
 from megajax.estimate.communication import BlockSends, block_sends
-from megajax.estimate.expert_dispatch import dispatches
+from megajax.estimate.expert_dispatch import BY_ALL_TO_ALL, dispatches, sent_share
 from megajax.estimate.program_kernels import Kernels, Work
 
 __all__ = ["EXPERTS_HIDDEN", "SLICE", "ExpertKernels"]
@@ -35,7 +35,15 @@ class ExpertKernels(Kernels):
     @functools.cached_property
     def room(self) -> float:
         """Rows that experts' arrays have for each row that balanced routing gives them; elementwise kernels process all."""
-        return self.model.expert_rows(self.parallel.expert)
+        return self.model.expert_rows(self.parallel.expert, self.parallel.expert_dispatch)
+
+    @functools.cached_property
+    def received(self) -> float:
+        """Places of tokens that the group sends to a device, for each token of a microbatch: all, or those of a bucket."""
+        degree, experts = self.parallel.expert, self.model.experts
+        if degree == 1 or experts is None or self.parallel.expert_dispatch != "bucketed":
+            return degree
+        return degree * sent_share(experts, self.parallel)[0]
 
     @functools.cached_property
     def held(self) -> int:
@@ -54,9 +62,9 @@ class ExpertKernels(Kernels):
         sums = backward * self.held * (UNROLLED_SUMS if unrolls else 0 if in_place else EXPERT_SUMS)
         hidden = HIDDEN_PASSES[backward] * model.experts.chosen * model.hidden
         inner = INNER_PASSES[backward] * model.routed_inner / parallel.tensor
-        tokens = parallel.expert * model.hidden  # which the group sends here
+        tokens = self.received * model.hidden  # which the group sends here
         rows = self.rows * self.item * (self.room * (hidden + inner) + 2 * tokens + self._copies(backward))
-        kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * (parallel.expert_dispatch == "all_to_all")
+        kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * (parallel.expert_dispatch in BY_ALL_TO_ALL)
         return self.traffic(weights + sums + rows, kernels)
 
     def _copies(self, backward: int) -> float:
@@ -64,10 +72,10 @@ class ExpertKernels(Kernels):
         parallel, degree = self.parallel, self.parallel.expert
         if degree == 1:
             return 0.0
-        passes = GATHERED_PASSES[backward] * degree * (self.split > 1)
-        if parallel.expert_dispatch == "all_to_all":
+        passes = GATHERED_PASSES[backward] * self.received * (self.split > 1)
+        if parallel.expert_dispatch in BY_ALL_TO_ALL:
             sent = min(self.model.experts.chosen, degree)
-            passes += RECEIVED_PASSES[backward] * degree + SENT_PASSES[backward] * sent
+            passes += RECEIVED_PASSES[backward] * self.received + SENT_PASSES[backward] * sent
         return passes * self.model.hidden / self.split
 
     @functools.cached_property
@@ -87,7 +95,7 @@ class ExpertKernels(Kernels):
     def _prices(self) -> np.ndarray:
         """Seconds of each of `PAIRS`."""
         one, tensor = self._collective, self.parallel.tensor
-        tokens = self.parallel.expert * self.rows * self.model.hidden * self.item
+        tokens = self.received * self.rows * self.model.hidden * self.item
         gather, reduce = self.ring(tokens, tensor, "tensor"), self.all_reduce(tokens, tensor, "tensor")
         return np.array([one, one, 2 * one, one, one, 2 * one, gather, gather, reduce])
 

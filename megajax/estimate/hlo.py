@@ -38,6 +38,7 @@ from megajax.estimate.hlo_parser import (
     visits,
 )
 from megajax.estimate.memory import Sharding
+from megajax.ops.expert_rounds import ROUNDS
 from megajax.pipeline.embedding_and_head import ENDS
 from megajax.pipeline.options import MERGED, SEND, embeds_ahead, is_merged
 from megajax.pipeline.program import StepProgram
@@ -150,7 +151,8 @@ def loop_trip_counts(run: RunConfig, on_cpu: bool = False) -> dict[str, float]:
     each microbatch, on the ranks that compute them, or branches outside of merged and mixed ticks; ends/cond: how often
     those have any of the three. FB/cond: how often a rank chooses the chunks of a merged tick, or of parts that overlap
     (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond. send/cond: how often there is a send, in
-    schedules that overlap. Where ranks differ, it is their mean.
+    schedules that overlap. Where ranks differ, it is their mean. Loops over experts' rounds have no iteration: routing is
+    balanced.
     """
     program, parallel = StepProgram.of(run), run.parallel
     schedule, layers = program.schedule, program.layers
@@ -164,7 +166,7 @@ def loop_trip_counts(run: RunConfig, on_cpu: bool = False) -> dict[str, float]:
         full.update(dict.fromkeys(segment.ops, (segment.stop - segment.start) * segment.full))
         ticks.update(dict.fromkeys(segment.ops, segment.stop - segment.start))
     dynamic, (merged, pairs) = on_cpu and blocks == 1, merged_passes(program)
-    found = dict.fromkeys(EACH_END, float(run.microbatches)) | _end_branches(program)
+    found = dict.fromkeys(EACH_END, float(run.microbatches)) | _end_branches(program) | {ROUNDS: 0.0}
     for op in BLOCKS:
         static = full[op] if no_choice else 0
         several = min(max(parts), blocks) if op == BACKWARD and not schedule.split else 1

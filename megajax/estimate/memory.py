@@ -248,7 +248,7 @@ def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
         sequence_parallel=parallel.sequence_parallel,
         itemsize=item,
         fused_attention=is_fused(parallel),
-        expert=parallel.expert,
+        rows=model.expert_rows(parallel.expert, parallel.expert_dispatch),
     )
     if (mode or parallel.recompute) == "none":
         # What the column-parallel matmuls read is stored gathered.
@@ -272,7 +272,7 @@ def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int, gathered: 
         "itemsize": item,
         "tensor": parallel.tensor,
         "sequence_parallel": parallel.sequence_parallel and not gathered,
-        "rows": model.expert_rows(parallel.expert),
+        "rows": model.expert_rows(parallel.expert, parallel.expert_dispatch),
     }
     return sum(value.bytes(**sizes) for value in values)
 
@@ -385,6 +385,7 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     widths = [max(one.inputs, one.outputs) for one in model.matmuls if one.split and one.name.startswith("experts")]
     again = program.merges and program.paired and parallel.recompute == "full"
     width = (2 * sum(widths) + again * max(widths)) / model.experts.chosen / parallel.tensor
-    rows = rows_of(model, parallel) * model.experts.chosen * model.expert_rows(parallel.expert)
+    room = model.expert_rows(parallel.expert, parallel.expert_dispatch)
+    rows = rows_of(model, parallel) * model.experts.chosen * room
     gradients = 0 if program.experts_in_place else 4 * experts
     return item * common + gradients + int(rows * item * (2 * model.hidden + width))

@@ -82,7 +82,7 @@ def rates_of_run(run: RunConfig, gpu: Gpu) -> Rates:
 
 def routed_part(run: RunConfig) -> float:
     """Of the rows that a device has for experts, those that balanced routing gives it."""
-    return 1 / model_costs(run.model).expert_rows(run.parallel.expert)
+    return 1 / model_costs(run.model).expert_rows(run.parallel.expert, run.parallel.expert_dispatch)
 
 
 def ragged_part(run: RunConfig) -> float:

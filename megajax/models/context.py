@@ -189,9 +189,10 @@ def _expert_group(parallel: ParallelConfig, rules: AxisRules, device: jax.Device
             "from default_rules(expert_parallel=True), or pass --expert 1."
         )
     residual = only(rules.spec(RESIDUAL), ("tensor",))
-    dispatch = "all_to_all" if parallel.expert_dispatch == "all_to_all" else "gather"
+    dispatch = "gather" if parallel.expert_dispatch == "auto" else parallel.expert_dispatch
     shards = parallel.tensor if "tensor" in residual[1:2] else 1
-    return ExpertGroup(parallel.expert, residual, shards, dispatch, ragged=device.platform != "cpu")
+    on_cpu = device.platform == "cpu"
+    return ExpertGroup(parallel.expert, residual, shards, dispatch, ragged=not on_cpu, serial=on_cpu)
 
 
 def _operations(run: RunConfig, rules: AxisRules, attention: Choice, device: jax.Device) -> Operations:

@@ -9,6 +9,7 @@ group splits them. `transformer_costs.py` computes them for `ModelConfig`; other
 import dataclasses
 
 from megajax.models.remat import MODES
+from megajax.ops.expert_rounds import rows_of_balanced
 
 __all__ = [
     "Attention",
@@ -144,13 +145,16 @@ class Experts:
         """Parameters on one device."""
         return self.parameters // (tensor * degree)
 
-    def rows(self, degree: int) -> float:
+    def rows(self, degree: int, dispatch: str = "gather") -> float:
         """Rows of a device's arrays for each row that balanced routing gives it: there is room for all that can be there.
 
         Args:
           degree: replicas that split the experts.
+          dispatch: how tokens get to them; bucketed: the rows are those of its first exchange.
         """
         here = self.count // degree
+        if dispatch == "bucketed" and degree > 1:
+            return rows_of_balanced(self.count, self.chosen, degree)
         return degree * min(here, self.chosen, here * self.share) / self.chosen
 
 
@@ -262,9 +266,9 @@ class ModelCosts:
         """The number of layers of each kind, with costs that describe a block of it."""
         return self.kinds or ((self.layers, self),)
 
-    def expert_rows(self, degree: int) -> float:
+    def expert_rows(self, degree: int, dispatch: str = "gather") -> float:
         """`Experts.rows`; 1 without experts."""
-        return self.experts.rows(degree) if self.experts else 1.0
+        return self.experts.rows(degree, dispatch) if self.experts else 1.0
 
     @property
     def parameters(self) -> int:
@@ -324,7 +328,7 @@ class ModelCosts:
         sequence_parallel: bool = True,
         itemsize: int = 2,
         fused_attention: bool = False,
-        expert: int = 1,
+        rows: float = 1.0,
     ) -> int:
         """Bytes that one device keeps of one block for one microbatch; compare 2205.05198 table 2.
 
@@ -336,7 +340,7 @@ class ModelCosts:
           sequence_parallel: whether they also split the residual stream along its sequence.
           itemsize: bytes of an activation, 2 for bf16 and fp16.
           fused_attention: whether attention keeps no scores: cuDNN's, or ring attention.
-          expert: replicas that split the experts.
+          rows: of experts, for each row that balanced routing gives a device (`Experts.rows`).
         """
         sizes = {
             "samples": samples,
@@ -344,6 +348,6 @@ class ModelCosts:
             "itemsize": itemsize,
             "tensor": tensor,
             "sequence_parallel": sequence_parallel,
-            "rows": self.expert_rows(expert),
+            "rows": rows,
         }
         return sum(value.bytes(**sizes) for value in self.kept_values(mode, fused_attention))

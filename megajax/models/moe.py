@@ -50,6 +50,7 @@ from megajax.models.feedforward import FeedForward, activate
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
 from megajax.ops.expert_dispatch import Gather, all_to_all
+from megajax.ops.expert_rounds import Rounds, add_rounds
 from megajax.ops.grouped_matmul import dispatch, route
 from megajax.ops.linear import GATHERED, RESIDUAL, reduce_scattered
 
@@ -210,43 +211,70 @@ class Experts(nnx.Module):
         In training the microbatch may have the arrays of `balance_arrays`; without them nothing is balanced or reported.
         """
         group, tokens = self.group, self.constrain(y, *GATHERED)
-        weights, experts = map(group.gather_choices, self.router(tokens, microbatch))
-        local, count = group.local_experts(experts, self.config.experts)
-        # A token chooses an expert once, so no more of its choices than this replica has experts can be here; nor more of a
-        # sample's than these experts take.
-        samples, length, choices = experts.shape
-        most = count * (expert_tokens(self.config, length) if self.training else length)
-        exchange = Gather(group)
-        if group.dispatch == "all_to_all" and group.size > 1:
-            exchange = all_to_all(group, experts, self.config.experts, most)
-        if group.size > 1:
-            tokens = self.constrain(exchange.send(y), *GATHERED)
-        weights, local = exchange.choices(weights), exchange.choices(local)
-        routing = route(local.reshape(-1), count, samples * min(length * min(count, choices), most))
-        gates = (None,) if self.config.is_gated else ()
-        up = self.matmuls.column(tokens.reshape(-1, y.shape[-1]), self.up[...].astype(y.dtype), routing)
-        up = checkpoint_name(self.constrain(up, "batch", *gates, "feedforward"), "up")
-        if self.config.expert_biases:
-            ends = jnp.cumsum(routing.sizes)
-            expert = (jnp.arange(len(up))[:, None] >= ends).sum(1)  # of each row; too large for rows of no expert
-            added = jnp.take(self.up_bias[...].astype(jnp.float32), expert, axis=0, mode="clip")
-            up = up.astype(jnp.float32) + self.constrain(added, "batch", *gates, "feedforward")
-        # Weighted here and not after the second matmul, whose results the weights' gradients would then need.
-        active = activate(self.config, up) * dispatch(weights.reshape(-1, 1), routing.order, routing.places)
-        active = checkpoint_name(self.constrain(active.astype(y.dtype), "batch", "feedforward"), "activation")
-        out = self.matmuls.row(active, self.down[...].astype(y.dtype), routing, len(local))
-        out = reduce_scattered(out.reshape(tokens.shape), self.constrain)
-        if self.config.expert_biases:
-            shares = (jax.nn.one_hot(local, count) * weights[..., None]).sum(-2)  # 0 for experts that are elsewhere
-            added = (shares @ self.down_bias[...].astype(jnp.float32)).reshape(tokens.shape)
-            out = out + self.constrain(added.astype(out.dtype), *RESIDUAL)
-        out = exchange.collect(out)
+        weights, experts = self.router(tokens, microbatch)
+        biases = (self.up_bias[...], self.down_bias[...]) if self.config.expert_biases else ()
+        kernels = self.up[...].astype(y.dtype), self.down[...].astype(y.dtype)
+        if group.size > 1 and group.dispatch == "bucketed":
+            rounds = Rounds.of(group, self.config.experts, self.config.experts_per_token, experts[..., 0].size)
+            weights, experts = map(group.gather_choices, (weights, rounds.numbered(experts)))
+            first = y, weights, rounds.exchange(experts, 0), biases, kernels
+            out, sent = self._mixture(*first, rounds.room, rounds.rows)
+            mixture = lambda *given: self._mixture(*given)[0]  # noqa: E731
+            given = weights, biases, kernels, experts
+            return add_rounds(self._with_shared(out, y), y, *given, mixture, rounds, after=(sent, tokens))
+        weights, experts = map(group.gather_choices, (weights, experts))
+        return self._with_shared(self._mixture(y, weights, experts, biases, kernels)[0], y)
+
+    def _with_shared(self, out: jax.Array, y: jax.Array) -> jax.Array:
+        """`out`, with what all tokens y pass, if there is such an MLP."""
         if not self.config.shared_feedforward:
             return out
         shared = self.shared(y)
         if self.config.shared_gate:
             shared = shared * jax.nn.sigmoid(y @ self.shared_gate[...].astype(y.dtype))
         return out + shared
+
+    def _mixture(self, y, weights, experts, biases, kernels, room: int | None = None, rows: int | None = None):
+        """What the experts compute of the tokens y [b, split s, h], weighted and summed, as y; and the tokens that are here.
+
+        Args:
+          weights, experts: [N b, s, k], the group's; a dropped choice has expert E.
+          biases: of the two matmuls, or none.
+          kernels: theirs.
+          room: places for tokens of another replica (`all_to_all`), where there is a bound; `rows`: of the choices here.
+        """
+        group = self.group
+        local, count = group.local_experts(experts, self.config.experts)
+        # A token chooses an expert once, so no more of its choices than this replica has experts can be here; nor more of a
+        # sample's than these experts take.
+        samples, length, choices = experts.shape
+        most = count * (expert_tokens(self.config, length) if self.training else length)
+        exchange = Gather(group)
+        if group.dispatch != "gather" and group.size > 1:
+            exchange = all_to_all(group, experts, self.config.experts, most, room)
+        tokens = self.constrain(exchange.send(y) if group.size > 1 else y, *GATHERED)
+        weights, local = exchange.choices(weights), exchange.choices(local)
+        routing = route(
+            local.reshape(-1), count, samples * min(length * min(count, choices), most) if rows is None else rows
+        )
+        gates = (None,) if self.config.is_gated else ()
+        up = self.matmuls.column(tokens.reshape(-1, y.shape[-1]), kernels[0], routing)
+        up = checkpoint_name(self.constrain(up, "batch", *gates, "feedforward"), "up")
+        if biases:
+            ends = jnp.cumsum(routing.sizes)
+            expert = (jnp.arange(len(up))[:, None] >= ends).sum(1)  # of each row; too large for rows of no expert
+            added = jnp.take(biases[0].astype(jnp.float32), expert, axis=0, mode="clip")
+            up = up.astype(jnp.float32) + self.constrain(added, "batch", *gates, "feedforward")
+        # Weighted here and not after the second matmul, whose results the weights' gradients would then need.
+        active = activate(self.config, up) * dispatch(weights.reshape(-1, 1), routing.order, routing.places)
+        active = checkpoint_name(self.constrain(active.astype(y.dtype), "batch", "feedforward"), "activation")
+        out = self.matmuls.row(active, kernels[1], routing, len(local))
+        out = reduce_scattered(out.reshape(tokens.shape), self.constrain)
+        if biases:
+            shares = (jax.nn.one_hot(local, count) * weights[..., None]).sum(-2)  # 0 for experts that are elsewhere
+            added = (shares @ biases[1].astype(jnp.float32)).reshape(tokens.shape)
+            out = out + self.constrain(added.astype(out.dtype), *RESIDUAL)
+        return exchange.collect(out), tokens
 
 
 @jax.custom_vjp

@@ -129,7 +129,7 @@ class AllToAll:
         return dispatch(_by_shard(x, self.buffers), self.order, self.places)
 
 
-def all_to_all(group: ExpertGroup, experts: jax.Array, count: int, most: int) -> AllToAll:
+def all_to_all(group: ExpertGroup, experts: jax.Array, count: int, most: int, room: int | None = None) -> AllToAll:
     """The exchange of tokens with these choices.
 
     Args:
@@ -137,10 +137,11 @@ def all_to_all(group: ExpertGroup, experts: jax.Array, count: int, most: int) ->
       experts: int32 [N b, s, k], all replicas' choices; `count`: a choice that is dropped.
       count: of all experts.
       most: tokens of a sample that one replica's experts take.
+      room: tokens of a replica's shard that choose experts of another one, no more of which are sent; None: all that could.
     """
     samples, length, shards = experts.shape[0] // group.size, experts.shape[1] // group.shards, group.shards
-    room = samples * min(length, most)
-    ragged = group.ragged and room == samples * length
+    ragged = group.ragged and room is None and most >= length
+    room = samples * min(length, most) if room is None else room
     buffers = Buffers(group.residual, shards, samples, samples * length, room, ragged)
     owners, sequence = experts // (count // group.size), _sequence_axis(group.residual)
     plan = per_shard(partial(_plan, group.size), P(None, sequence), P(sequence))(owners)

@@ -38,8 +38,10 @@ class ExpertGroup:
       size: N, replicas.
       residual: the partition over tensor of the residual stream [b, s, h].
       shards: parts in which that has the sequence.
-      dispatch: how tokens get to their experts, "gather" or "all_to_all" (`expert_dispatch.py`).
+      dispatch: how tokens get to their experts: "gather", "all_to_all" (`expert_dispatch.py`) or "bucketed"
+        (`expert_rounds.py`).
       ragged: whether the devices can send arrays whose sizes are known at run time only (`lax.ragged_all_to_all`).
+      serial: whether no collective may run beside a loop with others, as on CPU devices (`pipeline/loops.py`).
     """
 
     size: int = 1
@@ -47,6 +49,7 @@ class ExpertGroup:
     shards: int = 1
     dispatch: str = "gather"
     ragged: bool = False
+    serial: bool = False
 
     def gather(self, x: jax.Array) -> jax.Array:
         """All replicas' x of [b, s, h], sharded as `residual`: [N b, s, h]. The gradient is `sum_scatter`'s."""

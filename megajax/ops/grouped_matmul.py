@@ -36,6 +36,7 @@ __all__ = [
     "XLA",
     "GroupedKernel",
     "GroupedMatmuls",
+    "Part",
     "Routing",
     "combine",
     "dispatch",
@@ -93,6 +94,22 @@ def kernel_for(device: jax.Device) -> GroupedKernel:
     return PALLAS._replace(product=partial(grouped_product, device)) if tokamax else PALLAS
 
 
+class Part(NamedTuple):
+    """Kernels that are stack[place]. They have no gradient of their own: it is that of `total`, if there is one.
+
+    Attributes:
+      stack: [n, G, i, *o].
+      place: int32.
+      total: fp32 [n, G, i, *o]; its "gradient" is itself, with that of the kernels added to total[at].
+      at: int32.
+    """
+
+    stack: jax.Array
+    place: jax.Array
+    total: jax.Array | None = None
+    at: jax.Array | None = None
+
+
 class Routing(NamedTuple):
     """Which row is whose; int32.
 
@@ -134,14 +151,14 @@ class GroupedMatmuls:
     on_mesh: bool = False
     split: bool = False
 
-    def column(self, x: jax.Array, kernels: jax.Array, routing: Routing) -> jax.Array:
+    def column(self, x: jax.Array, kernels: jax.Array | Part, routing: Routing) -> jax.Array:
         """The rows of x [n, i], replicated over tensor, times their groups' kernels [G, i, *o]: [R, *o], split over tensor.
 
         Names the rows "dispatched" where it is differentiated.
         """
         return _column(x, kernels, routing, self, len(x))
 
-    def row(self, rows: jax.Array, kernels: jax.Array, routing: Routing, count: int) -> jax.Array:
+    def row(self, rows: jax.Array, kernels: jax.Array | Part, routing: Routing, count: int) -> jax.Array:
         """rows [R, f], split over tensor, times their groups' kernels [G, f, h], summed for each of `count` items: [n, h].
 
         The result and its gradient are replicated over tensor; XLA scatters a sum of which each device needs a part.
@@ -160,6 +177,11 @@ class GroupedMatmuls:
 
         `arrays` are pytrees. The kernels are read where they are stored, if theirs is the part `place` of a stack.
         """
+        if isinstance(kernels, Part) and self.kernel.add is not None:
+            axes = (axis + 1, None, *in_axes)
+            return self._run(local, axes, out_axis, kernels.stack, kernels.place, *arrays)
+        if isinstance(kernels, Part):
+            kernels = lax.dynamic_index_in_dim(kernels.stack, kernels.place, keepdims=False)
         if self.kernel.add is None:
             plain = lambda kernels, *arrays: local(kernels, None, *arrays)  # noqa: E731
             return self._run(plain, (axis, *in_axes), out_axis, kernels, *arrays)
@@ -171,8 +193,10 @@ class GroupedMatmuls:
 
         return of_part(of_stack, kernels, *leaves)[0]
 
-    def gradient(self, in_axes: tuple, axis: int, rows: jax.Array, slopes: jax.Array, sizes: jax.Array) -> jax.Array:
-        """The kernels' gradient, fp32 [G, i, *o], of rows [R, i] and slopes [R, *o]; it can be added in place.
+    def gradient(
+        self, in_axes: tuple, axis: int, kernels: jax.Array | Part, rows, slopes, sizes
+    ) -> jax.Array | Part | None:
+        """The kernels' gradient [G, i, *o] of rows [R, i] and slopes [R, *o], fp32 until it is added; a `Part` has its own.
 
         `in_axes` and `axis` as of `_run`: those of the arrays, and the gradient's, that tensor splits.
         """
@@ -182,13 +206,19 @@ class GroupedMatmuls:
             return found.reshape(*found.shape[:2], *slopes.shape[1:])
 
         def add(total, place, rows, slopes, sizes):
+            if self.kernel.add is None:
+                return total.at[place].add(local(rows, slopes, sizes))
             matrices = total.reshape(*total.shape[:3], -1)
             return self.kernel.add(matrices, place, rows, _vectors(slopes), sizes).reshape(total.shape)
 
         of_kernels = partial(self._run, local, in_axes, axis)
-        if self.kernel.add is None:
-            return of_kernels(rows, slopes, sizes)
-        return addend(of_kernels, partial(self._run, add, (axis + 1, None, *in_axes), axis + 1), rows, slopes, sizes)
+        of_total = partial(self._run, add, (axis + 1, None, *in_axes), axis + 1)
+        if isinstance(kernels, Part):
+            if kernels.total is None:
+                return None
+            return Part(None, None, of_total(kernels.total, kernels.at, rows, slopes, sizes), None)
+        found = of_kernels if self.kernel.add is None else partial(addend, of_kernels, of_total)
+        return found(rows, slopes, sizes).astype(kernels.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -203,7 +233,7 @@ def _column_forward(x, kernels, routing, how, count):
         found = how.kernel.product(rows, _matrices(kernels, last), sizes, **_at(place))
         return found.reshape(len(rows), *kernels.shape[1 - last :])
 
-    last = kernels.ndim - 1
+    last = _last_axis(kernels)
     found = how._multiply(local, kernels, last, (None, None), last - 1, rows, routing.sizes)
     return found, (rows, kernels, routing)
 
@@ -216,10 +246,9 @@ def _column_backward(how, count, saved, gradient):
         slopes = how.kernel.product(_vectors(gradient), matrices, routing.sizes, transposed=True, **_at(place))
         return combine(slopes, routing.order, routing.places, count)[None]
 
-    last = kernels.ndim - 1
+    last = _last_axis(kernels)
     of_x = _sum_first(how._multiply(of_items, kernels, last, (last - 1, None), 0, gradient, routing))
-    of_kernels = how.gradient((None, last - 1, None), last, rows, gradient, routing.sizes)
-    return of_x, of_kernels.astype(kernels.dtype), None
+    return of_x, how.gradient((None, last - 1, None), last, kernels, rows, gradient, routing.sizes), None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -243,12 +272,16 @@ def _row_backward(how, count, saved, gradient):
         return how.kernel.product(slopes, kernels, sizes, transposed=True, **_at(place))
 
     of_rows = how._multiply(local, kernels, 1, (None, None), 1, slopes, routing.sizes)
-    of_kernels = how.gradient((1, None, None), 1, rows, slopes, routing.sizes)
-    return of_rows, of_kernels.astype(kernels.dtype), None
+    return of_rows, how.gradient((1, None, None), 1, kernels, rows, slopes, routing.sizes), None
 
 
 _column.defvjp(_column_forward, _column_backward)
 _row.defvjp(_row_forward, _row_backward)
+
+
+def _last_axis(kernels: jax.Array | Part) -> int:
+    """The number of axes of one's kernels [G, i, *o], less one."""
+    return kernels.stack.ndim - 2 if isinstance(kernels, Part) else kernels.ndim - 1
 
 
 def _matrices(kernels: jax.Array, last: int) -> jax.Array:

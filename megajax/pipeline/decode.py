@@ -41,8 +41,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.cached_attention import PADDING_POSITION, Cache, CachedArray
+from megajax.ops.order import wait_for
 from megajax.pipeline.layout import MANUAL_AXES, batch_spec, full_specs, is_spec, manual_axes_of, sum_over, vary
-from megajax.pipeline.loops import counted_loop, prevent_hoisting, serializes, wait_for
+from megajax.pipeline.loops import counted_loop, prevent_hoisting, serializes
 from megajax.pipeline.uneven import StageBlocks
 from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import AxisRules, only

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.ops.order import choose
 from megajax.pipeline.jaxprs import Addend, fp32_gradients
 from megajax.pipeline.layout import vary
-from megajax.pipeline.loops import choose, prevent_hoisting, run_one_of, which
+from megajax.pipeline.loops import prevent_hoisting, run_one_of, which
 from megajax.pipeline.options import ExecutorOptions
 from megajax.pipeline.slots import TickRow
 from megajax.pipeline.trained import merge, split

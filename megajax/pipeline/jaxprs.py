@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.ops.in_place import ADDEND, OF_PART, addend, of_part
+from megajax.ops.in_place import ADDEND, OF_PART, addend, of_part, whole
 from megajax.runtime.compat import Literal, jaxpr_as_fun, varying_axes
 
 CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 OPTIMIZED = "optimization_barrier"
+SUMS = ("add", "add_any")
 KERNELS = ("shard_map", "pallas_call", ADDEND.name)  # compute a gradient in fp32 if their result is
 # Primitives whose operands may vary over other axes than one another.
 APART = ("psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", OPTIMIZED)
@@ -28,23 +29,23 @@ VIEWS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type
 
 @dataclasses.dataclass(frozen=True)
 class Addend:
-    """A gradient that is not computed yet, of an equation that `megajax.ops.in_place` made. Its methods run the equation.
+    """A gradient that is not computed yet, of equations that `megajax.ops.in_place` made. Its methods run them.
 
     Attributes:
-      eqn: the equation.
-      operands: its arrays.
+      terms: for each equation (it, its arrays, what its `add` is given after the total and the place).
     """
 
-    eqn: Any
-    operands: tuple[jax.Array, ...]
+    terms: tuple[tuple[Any, tuple[jax.Array, ...], tuple[jax.Array, ...]], ...]
 
     def added_to(self, total: jax.Array, place) -> jax.Array:
         """fp32 [n, ...], with the gradient added to total[place] where it is."""
-        return self.eqn.params["add"](total, jnp.asarray(place, jnp.int32), *self.operands)
+        for eqn, _, given in self.terms:
+            total = eqn.params["add"](total, jnp.asarray(place, jnp.int32), *given)
+        return total
 
     def value(self) -> jax.Array:
         """The gradient, fp32."""
-        return jaxpr_as_fun(self.eqn.params["jaxpr"])(*self.operands)[0]
+        return sum(jaxpr_as_fun(eqn.params["jaxpr"])(*operands)[0] for eqn, operands, _ in self.terms)
 
 
 class Parts:
@@ -64,9 +65,9 @@ class Parts:
     def bind(self, eqn, values: dict) -> None:
         """As the function `bind`."""
         first = eqn.invars[0] if eqn.invars and not isinstance(eqn.invars[0], Literal) else None
-        if eqn.primitive is OF_PART and first in self.found:
-            operands = [read(values, var) for var in eqn.invars[1:]]
-            results = eqn.params["of_stack"](*self.found[first], *operands)
+        if eqn.primitive is OF_PART and (stacks := self._stacks(eqn)):
+            operands = [read(values, var) for var in eqn.invars[eqn.params["parts"] :]]
+            results = eqn.params["of_stack"](*stacks, *operands)
             values |= dict(zip(eqn.outvars, results, strict=True))
             if self.freed is not None and _frees(eqn):
                 self.freed += results
@@ -74,6 +75,19 @@ class Parts:
         bind(eqn, values)
         if eqn.primitive.name in SAME and first in self.found:
             self.found[eqn.outvars[0]] = self.found[first]
+
+    def _stacks(self, eqn) -> list[jax.Array]:
+        """(stack, place) of each of an equation's parts, one after the other; none if one is in no stack."""
+        parts = eqn.invars[: eqn.params["parts"]]
+        if any(isinstance(var, Literal) or var not in self.found for var in parts):
+            return []
+        return [value for var in parts for value in self.found[var]]
+
+    def addend(self, eqn, values: dict) -> Addend:
+        """The gradient of an `ADDEND`."""
+        operands, parts = tuple(read(values, var) for var in eqn.invars), eqn.params["parts"]
+        stacks = self._stacks(eqn) or whole(operands[:parts])
+        return Addend(((eqn, operands, (*stacks, *operands[parts:])),))
 
 
 def freed_arguments(function: Callable, *arguments: jax.Array) -> frozenset[int]:
@@ -139,7 +153,7 @@ def with_fp32_gradients(
 
     A matmul accumulates in fp32 in any case; here its result is not rounded to the type of its operands, nor is that of a
     kernel whose result is fp32. A sum of several matmuls, or a result of another operation, keeps its type. Of a kernel
-    that can add to an accumulator, the result is the `Addend`.
+    that can add to an accumulator, or of a sum of such, the result is the `Addend`.
 
     Args:
       function: traceable.
@@ -169,9 +183,11 @@ def with_fp32_gradients(
         elif eqn.primitive.name == "dot_general":
             bind(eqn, values, preferred_element_type=jnp.dtype(jnp.float32))
         elif eqn.primitive is ADDEND:
-            values[eqn.outvars[0]] = Addend(eqn, tuple(read(values, var) for var in eqn.invars))
+            values[eqn.outvars[0]] = parts.addend(eqn, values)
         elif eqn.primitive.name == "convert_element_type":
             values[eqn.outvars[0]] = read(values, eqn.invars[0])
+        elif eqn.primitive.name in SUMS:
+            values[eqn.outvars[0]] = _sum(*(read(values, var) for var in eqn.invars))
         else:
             if isinstance(viewed := read(values, eqn.invars[0]), Addend):
                 values[eqn.invars[0]] = viewed.value()
@@ -232,10 +248,24 @@ def _chain_to_matmul(jaxpr, makers: dict, uses: Counter, var) -> set[int]:
         chain.add(makers[var])
         if eqn.primitive.name == "dot_general" or (eqn.primitive.name in KERNELS and var.aval.dtype == jnp.float32):
             return chain
+        if eqn.primitive.name in SUMS:
+            terms = [
+                set() if isinstance(one, Literal) else _chain_to_matmul(jaxpr, makers, uses, one) for one in eqn.invars
+            ]
+            added = all(any(jaxpr.eqns[index].primitive is ADDEND for index in term) for term in terms)
+            return chain.union(*terms) if added else set()
         if eqn.primitive.name not in VIEWS:
             return set()
         var = eqn.invars[0]
     return set()
+
+
+def _sum(one: jax.Array | Addend, other: jax.Array | Addend) -> jax.Array | Addend:
+    """The sum of two gradients in fp32; of those that are not computed yet such a one."""
+    if isinstance(one, Addend) and isinstance(other, Addend):
+        return Addend((*one.terms, *other.terms))
+    values = [term.value() if isinstance(term, Addend) else term for term in (one, other)]
+    return values[0] + values[1]
 
 
 def evaluate(jaxpr, consts, arguments) -> list:
@@ -285,10 +315,12 @@ def bind(eqn, values: dict, **changed: Any) -> None:
     """Evaluates an equation, with some of its parameters changed; adds its outputs to `values`."""
     if eqn.primitive is ADDEND:  # traced again, as the operands may vary over more axes now
         gradient = lambda *operands: jaxpr_as_fun(eqn.params["jaxpr"])(*operands)[0]  # noqa: E731
-        values[eqn.outvars[0]] = addend(gradient, eqn.params["add"], *(read(values, var) for var in eqn.invars))
+        operands, parts = [read(values, var) for var in eqn.invars], eqn.params["parts"]
+        values[eqn.outvars[0]] = addend(gradient, eqn.params["add"], *operands, parts=parts)
         return
     if eqn.primitive is OF_PART:
-        results = of_part(eqn.params["of_stack"], *(read(values, var) for var in eqn.invars))
+        operands, parts = [read(values, var) for var in eqn.invars], eqn.params["parts"]
+        results = of_part(eqn.params["of_stack"], *operands, parts=parts)
         values |= dict(zip(eqn.outvars, results, strict=True))
         return
     params = eqn.primitive.get_bind_params(eqn.params | changed)

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.ops.order import choose, wait_for, wait_for_all
 from megajax.pipeline.carry import Carry
 from megajax.pipeline.embedding_and_head import EmbeddingAndHead, run_together
 from megajax.pipeline.layout import fp32_zeros, in_row_major, vary
-from megajax.pipeline.loops import choose, counted_loop, run_one_of, unknown, wait_for, wait_for_all
+from megajax.pipeline.loops import counted_loop, run_one_of, unknown
 from megajax.pipeline.operations import Operations
 from megajax.pipeline.options import SEND, ExecutorOptions, embeds_ahead
 from megajax.pipeline.records import empty_records

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax.pipeline.loops import choose
+from megajax.ops.order import choose
 from megajax.schedules.schedule import Schedule
 from megajax.schedules.stages import KindLayers, skips_slots
 

@@ -153,7 +153,7 @@ def _row(number: int, one: Candidate, found: Answer) -> str:
         + (f"  context {parallel.context}, {parallel.context_exchange}" if parallel.context > 1 else "")
         + "  fp8" * (one.run.train.matmul_dtype == "fp8")
         + (f"  expert {parallel.expert}" if parallel.expert > 1 else "")
-        + (", all_to_all" if parallel.expert > 1 and parallel.expert_dispatch == "all_to_all" else "")
+        + (f", {parallel.expert_dispatch}" if parallel.expert > 1 and parallel.expert_dispatch != "gather" else "")
         + "".join(f"  {name} {texts[name]}" for name in one.question.also)
         + "  =" * is_tie(one, found.fitting[0])
         + "  !" * one.is_tight

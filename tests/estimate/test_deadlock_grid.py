@@ -35,6 +35,7 @@ VARIANTS = {
     "four stages": ((1, 4, 2), {"recompute": "full"}),
     "gather": ((2, 2, 2), {"model": EXPERTS, "expert": 2, "expert_dispatch": "gather"}),
     "all-to-all": ((2, 2, 2), {"model": EXPERTS, "expert": 2, "expert_dispatch": "all_to_all"}),
+    "bucketed": ((2, 2, 2), {"model": EXPERTS, "expert": 2, "expert_dispatch": "bucketed"}),
     "context": ((1, 2, 2), {"context": 2, "zero": 1}),
     "context, zero 3": ((2, 2, 1), {"context": 2, "zero": 3}),
     "ring": ((2, 2, 2), {"tensor_overlap": "ring", "sequence_parallel": True}),

@@ -50,6 +50,34 @@ def test_a_gradient_that_can_be_added_is_not_computed_before():
     np.testing.assert_allclose(jax.jit(backward)(x)[0][1], x * x, rtol=1e-6)
 
 
+def test_a_sum_of_gradients_that_can_be_added_is_not_computed_before():
+    """Each is added in turn; what they read of parts of stacks, they read there if all of them are in one."""
+
+    def add(total, place, stack, at, x):
+        return total.at[place].add(stack[at] * x)
+
+    def backward(weight, bias, x):
+        return (addend(jnp.multiply, add, weight, x, parts=1) + addend(jnp.multiply, add, bias, x, parts=1),), x
+
+    def read_twice(weight, bias, x):
+        one = addend(jnp.multiply, add, weight, x, parts=1)
+        return (one + addend(jnp.multiply, add, bias, x, parts=1), one * 2), x
+
+    weights, biases = jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))
+    weight, bias, x = weights[1], biases[0], jnp.array([1.0, 2.0, 4.0])
+    (total, other), _ = fp32_gradients(read_twice, weight, bias, x)
+    assert not isinstance(total, Addend)
+    np.testing.assert_allclose(total, (weight + bias) * x)
+    np.testing.assert_allclose(other, 2 * weight * x)
+    for stacks in ([], [(weight, (weights, 1)), (bias, (biases, 0))]):
+        ((total,), _) = fp32_gradients(backward, weight, bias, x, stacks=stacks)
+        assert isinstance(total, Addend)
+        np.testing.assert_allclose(total.value(), (weight + bias) * x)
+        np.testing.assert_allclose(total.added_to(jnp.zeros((2, 3)), 1), [[0, 0, 0], (weight + bias) * x])
+    ((total,), _) = fp32_gradients(backward, weight, bias, x, stacks=[(weight, (-weights, 1)), (bias, (biases, 0))])
+    np.testing.assert_allclose(total.added_to(jnp.zeros((1, 3)), 0), [(bias - weight) * x])
+
+
 def _values(tree):
     """With the gradients of all addends."""
     return jax.tree.map(lambda one: one.value() if isinstance(one, Addend) else one, tree)

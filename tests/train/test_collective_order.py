@@ -54,6 +54,7 @@ def slow(*case):
         ((2, 2, 2), "pipedream_2bw", {"zero": 1}),
         ((2, 1, 2), "1f1b", {"expert": 2, "expert_dispatch": "all_to_all", "model": EXPERTS}),
         ((2, 2, 2), "zb_h1", {"expert": 2, "expert_dispatch": "gather", "zero": 3, "model": EXPERTS}),
+        ((2, 2, 2), "1f1b", {"expert": 2, "expert_dispatch": "bucketed", "model": EXPERTS}),
     ],
 )
 def test_of_a_step(mesh, schedule, options):

@@ -71,6 +71,7 @@ DROPPING_LONG = [
     ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 1, "expert_dispatch": "all_to_all"}),
     ((4, 2, 1), "1f1b", 1, 4, {"expert": 2, "recompute": "full", "expert_dispatch": "all_to_all"}),
     ((4, 1, 2), "1f1b", 1, 4, {"expert": 2, "sequence_parallel": False, "expert_dispatch": "all_to_all"}),
+    ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 1, "expert_dispatch": "bucketed"}),
 ]
 EXPERT_GRID = [
     (
@@ -145,10 +146,14 @@ def test_replicas_that_split_the_experts(config, case):
     EXPERT_LONG + EXPERT_GRID,
     ids=lambda one: "" if hasattr(one, "layers") else str(one),
 )
-def test_dispatch_by_all_to_all(config, case):
-    """Each case of `test_replicas_that_split_the_experts`; UNEVEN has an expert without tokens and equal scores."""
+@pytest.mark.parametrize("dispatch", ["all_to_all", "bucketed"])
+def test_dispatch_by_all_to_all(config, case, dispatch):
+    """Each case of `test_replicas_that_split_the_experts`; UNEVEN has an expert without tokens and equal scores.
+
+    And one for all tokens, so that its replica has more than the first exchange of "bucketed" holds.
+    """
     *sizes, options = case
-    check(config, (*sizes, options | {"expert_dispatch": "all_to_all"}))
+    check(config, (*sizes, options | {"expert_dispatch": dispatch}))
 
 
 @pytest.mark.parametrize("case", slow(DROPPING_LONG), ids=str)
@@ -167,6 +172,8 @@ IN_PLACE = [
     (((2, 1, 2), "interleaved_1f1b", 1, 4, {"expert": 2, "zero": 1}), True),
     (((1, 2, 2), "zb_h1", 1, 4, {"recompute": "full"}), True),
     (((2, 2, 1), "1f1b", 1, 4, {"expert": 2}), True),
+    (((2, 2, 1), "1f1b", 1, 4, {"expert": 2, "expert_dispatch": "bucketed"}), True),
+    (((2, 2, 1), "interleaved_1f1b", 2, 4, {"expert": 2, "expert_dispatch": "bucketed", "recompute": "full"}), True),
     (((2, 1, 2), "1f1b", 1, 4, {"zero": 3}), False),
     (((1, 1, 1), "interleaved_1f1b", 1, 2, {"recompute": "none"}), False),
 ]
@@ -195,6 +202,7 @@ CURVES = [
     ((2, 2, 2), "1f1b", 1, 4, {"expert": 2, "zero": 3}),
     ((2, 2, 2), "interleaved_1f1b", 2, 4, {"expert": 2}),
     ((2, 2, 2), "zb_h1", 1, 4, {"expert": 2, "expert_dispatch": "all_to_all"}),
+    ((2, 2, 2), "dualpipe_v", 2, 4, {"expert": 2, "expert_dispatch": "bucketed"}),
 ]
 
 
