@@ -71,9 +71,9 @@ ILLEGAL = [
     ),
     ({"rotary_fraction": 1.5}, None, ["rotary_fraction = 1.5 is above 1", "--rotary-fraction 1"]),
     (
-        {"positions": "rotary", "rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_low_frequency": 4.0},
+        {"positions": "rotary", "rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_low_frequency": 4.5},
         None,
-        ["rotary_low_frequency = 4.0 must be below rotary_high_frequency = 4.0", "--rotary-low-frequency 1"],
+        ["rotary_low_frequency = 4.5 must not be above rotary_high_frequency = 4.0", "--rotary-low-frequency 1"],
     ),
     (
         {"positions": "rotary", "rotary_scaling": "yarn", "rotary_factor": 8.0, "rotary_beta_slow": 40.0},
