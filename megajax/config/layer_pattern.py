@@ -157,8 +157,8 @@ def check_layer_pattern(model: Any) -> None:
             f"{kind}.sliding_window=1024 or others, or omit --layer-pattern."
         )
     for one in each:
-        if one.positions != model.positions:  # none: the model's scaling is of layers that rotate
-            one = dataclasses.replace(one, rotary_scaling="none", rotary_factor=None)
+        if one.positions != model.positions:  # none: the model's scaling and norm are of layers that rotate
+            one = dataclasses.replace(one, rotary_scaling="none", rotary_factor=None, rotated_norm=False)
         one.validate()
 
 

@@ -79,7 +79,9 @@ class ModelConfig(ModelSizes):
         128, "elements of such a query or key; a head's state has head_size * recurrent_state"
     )
     recurrent_convolution: int = setting(4, "tokens that the convolution before a recurrent mixer reads")
-    recurrent_least_step: float = setting(0.0, "mamba2: least step, to which smaller ones are raised", low=0)
+    recurrent_least_step: float = setting(
+        0.0, "least step of a recurrent mixer, to which smaller ones are raised", low=0
+    )
     recurrent_chunk: int = setting(64, "tokens of a chunk, within which a recurrent mixer has no loop")
     attention_gate: bool = setting(False, "attention's result is multiplied by a sigmoid of the token (Qwen3-Next)")
     positions: str = setting(

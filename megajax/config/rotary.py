@@ -14,6 +14,11 @@ def check_rotary(model) -> None:
             f"rotary_scaling = {model.rotary_scaling} scales rotary frequencies, and positions = {model.positions}: pass "
             "--positions rotary or --rotary-scaling none."
         )
+    if model.rotated_norm and model.positions != "rotary":
+        raise ConfigError(
+            f"rotated_norm = True is of queries and keys that rotate, and positions = {model.positions}: pass --positions "
+            "rotary or --no-rotated-norm."
+        )
     if model.rotary_fraction > 1:
         raise ConfigError(f"rotary_fraction = {model.rotary_fraction} is above 1: pass --rotary-fraction 1.")
     if model.positions == "rotary" and (model.rotated_dimension % 2 or not model.rotated_dimension):

@@ -80,6 +80,7 @@ ILLEGAL = [
         None,
         ["rotary_beta_slow = 40.0", "--rotary-beta-fast 32"],
     ),
+    ({"rotated_norm": True}, None, ["rotated_norm = True", "--positions rotary or --no-rotated-norm"]),
     ({"sliding_window": 0}, None, ["sliding_window = 0", "1 or more", "--sliding-window"]),
     ({"qkv_biases": "no"}, None, ["qkv_biases = 'no'", "--qkv-biases or --no-qkv-biases"]),
     ({"warmup_steps": 201}, None, ["warmup_steps = 201", "steps = 200", "--warmup-steps 20"]),

@@ -186,6 +186,7 @@ def test_a_block_stashes_exactly_the_named_values(config, dropout, mode):
             layer_pattern="a,b",
             kind_fields=("a.chunked_attention=4", "b.positions=none", "b.query_growth=0.5"),
         ),
+        dict(mixer="none", activation="squared_relu"),
         dict(attention_sinks=True, output_biases=True, layer_pattern="a,b", kind_fields=("a.sliding_window=4",)),
     ],
 )
