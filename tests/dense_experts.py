@@ -36,6 +36,7 @@ UNEVEN = dataclasses.replace(
     balance_bias_rate=0.01,
     shared_feedforward=16,
 )
+INPUTS = dataclasses.replace(UNEVEN, expert_weighted="input")
 # An expert takes 6 of a sample's 16 tokens; the others are dropped.
 DROPPING = dataclasses.replace(UNEVEN, expert_capacity=0.75)
 # The first three layers are dense, with a wider MLP; and every second one, from the second on.
@@ -115,7 +116,10 @@ def experts(config, x, p, real):
         earlier = jnp.stack([taken[:, :token].sum(1) for token in range(x.shape[1])], 1)
         dropped = chosen & ((earlier >= most) | ~real[..., None])
         weights = jnp.where(dropped, 0, weights)
-    out = jnp.einsum("bse,ebsh->bsh", weights, jax.vmap(mlp, (None, 0, 0))(x, p["up"], p["down"]))
+    if config.expert_weighted == "input":
+        out = jax.vmap(mlp)(weights.transpose(2, 0, 1)[..., None] * x, p["up"], p["down"]).sum(0)
+    else:
+        out = jnp.einsum("bse,ebsh->bsh", weights, jax.vmap(mlp, (None, 0, 0))(x, p["up"], p["down"]))
     if config.shared_feedforward:
         out = out + mlp(x, p["shared"]["up"]["kernel"], p["shared"]["down"]["kernel"])
     counts = (chosen & real[..., None]).sum(1)

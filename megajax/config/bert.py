@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megajax.config.errors import ConfigError, multiples, one_of
+from megajax.config.errors import ConfigError, multiples, one_of, option
 from megajax.config.fields import setting
 from megajax.config.model import ModelConfig
 
@@ -111,8 +111,9 @@ class BertConfig(ModelConfig):
                 f"norm_placement = {self.norm_placement} is not supported by BERT with post_norm: pass --norm-placement pre "
                 "or --no-post-norm."
             )
-        if self.sliding_window is not None:
-            raise ConfigError(
-                f"sliding_window = {self.sliding_window} is not supported by BERT, whose tokens attend to all others: pass "
-                "--sliding-window none."
-            )
+        for name in ("sliding_window", "chunked_attention"):
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"{name} = {value} is not supported by BERT, whose tokens attend to all others: pass "
+                    f"{option(name)} none."
+                )

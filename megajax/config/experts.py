@@ -42,6 +42,10 @@ def check_experts(model) -> None:
         raise ConfigError(
             "router_softmax = after is of softmax scores, and router_scores = sigmoid: pass --router-softmax before."
         )
+    if model.expert_weighted == "input" and model.expert_biases:
+        raise ConfigError(
+            "expert_weighted = input is of experts without biases, and expert_biases = True: pass --expert-weighted result."
+        )
     size, choices = model.experts // model.router_groups, model.router_group_choices
     if model.experts % model.router_groups or (model.router_groups > 1 and size < 2):
         legal = [count for count in divisors(model.experts) if count == 1 or model.experts // count > 1]

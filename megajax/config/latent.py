@@ -13,6 +13,7 @@ FIXED = {
     "attention_gate": False,
     "query_key_norm": False,
     "query_growth": 0.0,
+    "rotated_norm": False,
     "lora": 0,
     "rotary_fraction": 1.0,
 }

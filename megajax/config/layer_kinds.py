@@ -110,6 +110,10 @@ def check_layer_kinds(model: Any) -> None:
             f"layers = {model.layers} is above {MOST_LAYERS}, the most with dense_layers or moe_layer_freq: pass fewer, or "
             "omit these."
         )
+    if has_pattern(model) and "none" in model.mixers:
+        raise ConfigError(
+            "dense_layers and moe_layer_freq choose among layers with MLPs, which with mixer = none are its kind: omit them."
+        )
     kinds = model_kinds(model)
     if SPARSE not in kinds:
         selected = [

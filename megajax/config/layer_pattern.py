@@ -38,7 +38,7 @@ NO_PATTERN = "none"
 VARYING = (
     *("sliding_window", "positions", "rotary_base", "rotary_scaling", "rotary_factor", "rotary_original_length"),
     *("rotary_low_frequency", "rotary_high_frequency", "rotary_beta_fast", "rotary_beta_slow", "rotary_truncate"),
-    "rotary_attention_factor",
+    *("rotary_attention_factor", "chunked_attention", "query_growth"),
 )
 KIND_FIELDS = (*VARYING, "mixer")  # mixers have other parameters: layers of each are stacked apart
 PART = re.compile(r"([A-Za-z_]\w*)(?:\*([1-9]\d{0,4}))?")
@@ -157,6 +157,8 @@ def check_layer_pattern(model: Any) -> None:
             f"{kind}.sliding_window=1024 or others, or omit --layer-pattern."
         )
     for one in each:
+        if one.positions != model.positions:  # none: the model's scaling and norm are of layers that rotate
+            one = dataclasses.replace(one, rotary_scaling="none", rotary_factor=None, rotated_norm=False)
         one.validate()
 
 

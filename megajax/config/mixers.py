@@ -6,17 +6,19 @@ groups of heads share what is written to the state and what it is read with, as 
 
 from typing import Any
 
-from megajax.config.errors import ConfigError, divisors, one_of
+from megajax.config.errors import ConfigError, divisors, one_of, option
 from megajax.config.latent import latent_parameters
 
 __all__ = ["MIXERS", "RECURRENT", "check_mixer", "check_mixer_parallel", "mixer_parameters"]
 
-MIXERS = ("attention", "mamba2", "gated_delta")
-RECURRENT = MIXERS[1:]
+MIXERS = ("attention", "mamba2", "gated_delta", "none")
+RECURRENT = MIXERS[1:3]
 
 
 def mixer_parameters(model: Any) -> int:
     """Parameters of the mixer of a block, of a model whose layers are of one kind."""
+    if model.mixer == "none":
+        return 0
     size, hidden = model.head_dimension, model.hidden
     if model.mixer == "attention" and model.kv_latent:
         return sum(latent_parameters(model))
@@ -40,22 +42,30 @@ def check_mixer(model: Any) -> None:
     Raises:
         ConfigError: for the first rule that is broken.
     """
-    if not model.feedforward_size:
+    has_both = model.mixer != "none" and model.feedforward_size
+    if not has_both:
         wrong = {"experts": model.experts, "norm_placement": model.norm_placement}
-        legal = {"experts": 0, "norm_placement": "pre"}
+        legal = {"experts": model.experts if model.feedforward_size else 0, "norm_placement": "pre"}
         for name, value in wrong.items():
             if value != legal[name]:
+                if model.feedforward_size:
+                    raise ConfigError(
+                        f"mixer = none leaves a block its MLP alone, and {name} = {value} is of two parts: pass "
+                        f"{option(name)} {legal[name]}."
+                    )
                 raise ConfigError(
                     f"feedforward = 0 leaves a block without its MLP, and {name} = {value} needs one: pass --feedforward "
                     "SIZE."
                 )
+    if model.mixer == "none" and not model.feedforward_size:
+        raise ConfigError("mixer = none and feedforward = 0 leave a block nothing: pass --feedforward SIZE.")
     if model.lora and (model.attention_gate or model.mixer != "attention"):
         name = "attention_gate" if model.attention_gate else "mixer"
         raise ConfigError(
             f"lora = {model.lora} is of projections of queries, keys and values that {name} = {getattr(model, name)} does "
             "not have: pass --lora 0."
         )
-    if model.mixer == "attention":
+    if model.mixer not in RECURRENT:
         return
     given = f"mixer = {model.mixer}"
     if not model.causal:
@@ -83,7 +93,7 @@ def check_mixer_parallel(model: Any, parallel: Any) -> dict[str, int]:
             f"makes of kv_heads = {model.key_value_heads}: pass "
             f"{one_of('tensor', divisors(model.key_value_heads), parallel.tensor)}."
         )
-    found = [mixer for mixer in model.mixers if mixer != "attention"]
+    found = [mixer for mixer in model.mixers if mixer in RECURRENT]
     if not found:
         return {}
     for name, usual in (("context", 1), ("tensor_overlap", "none")):

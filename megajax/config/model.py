@@ -1,5 +1,6 @@
 """The transformer: its shape, its legal values, and the layouts that can split it."""
 
+import collections
 import dataclasses
 import math
 from dataclasses import MISSING, dataclass
@@ -13,13 +14,14 @@ from megajax.config.layer_kinds import DENSE, check_layer_kinds, joined, model_k
 from megajax.config.layer_pattern import NO_PATTERN, check_layer_pattern, variant_numbers, variants, without_field
 from megajax.config.lora import check_lora, lora_parameters
 from megajax.config.mixers import MIXERS, check_mixer, mixer_parameters
+from megajax.config.model_sizes import ModelSizes
 from megajax.config.model_split import check_split
 from megajax.config.parallel import ParallelConfig
 from megajax.config.rotary import check_rotary
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ModelSizes):
     """The shape of a decoder-only transformer. The defaults are GPT's; those of other families are in `PRESETS`."""
 
     causal: ClassVar[bool] = True  # tokens attend to earlier tokens only
@@ -51,8 +53,8 @@ class ModelConfig:
     activation: str = setting(
         "gelu",
         "the MLP's nonlinearity: GELU by its tanh approximation or by erf; swiglu and geglu have a third, gating matrix; "
-        "clamped_swiglu is gpt-oss's",
-        ("gelu", "gelu_exact", "swiglu", "geglu", "clamped_swiglu"),
+        "clamped_swiglu is gpt-oss's, squared_relu Nemotron's",
+        ("gelu", "gelu_exact", "swiglu", "geglu", "clamped_swiglu", "squared_relu"),
     )
     activation_limit: float = setting(7.0, "clamped_swiglu: largest input of the gate, and of what it multiplies")
     layer_pattern: str = setting(
@@ -65,7 +67,11 @@ class ModelConfig:
         "fields that a kind has of its own: local.sliding_window=1024,global.rotary_base=1e6",
         metavar="KIND.FIELD=VALUE,...",
     )
-    mixer: str = setting("attention", "what mixes the tokens of a block", MIXERS)
+    mixer: str = setting(
+        "attention",
+        "what mixes the tokens of a block; none: it is an MLP alone, and layers with a mixer have no MLP",
+        MIXERS,
+    )
     recurrent_heads: int | None = setting(None, "heads of a recurrent mixer", shown_default="heads")
     recurrent_head_size: int | None = setting(None, "elements of such a head's values", shown_default="head_size")
     recurrent_groups: int = setting(1, "groups of such heads, which share queries and keys")
@@ -73,6 +79,9 @@ class ModelConfig:
         128, "elements of such a query or key; a head's state has head_size * recurrent_state"
     )
     recurrent_convolution: int = setting(4, "tokens that the convolution before a recurrent mixer reads")
+    recurrent_least_step: float = setting(
+        0.0, "least step of a recurrent mixer, to which smaller ones are raised", low=0
+    )
     recurrent_chunk: int = setting(64, "tokens of a chunk, within which a recurrent mixer has no loop")
     attention_gate: bool = setting(False, "attention's result is multiplied by a sigmoid of the token (Qwen3-Next)")
     positions: str = setting(
@@ -102,7 +111,11 @@ class ModelConfig:
     rotary_beta_slow: float = setting(1.0, "yarn: turns in the original context below which a frequency is divided")
     rotary_truncate: bool = setting(True, "yarn: the pairs between which its ramp runs are whole numbers")
     query_growth: float = setting(
-        0.0, "b: queries at position p are multiplied by 1 + b ln(1 + floor(p / rotary_original_length))", low=0
+        0.0, "b: queries at position p are multiplied by 1 + b ln(1 + floor((p + first) / length))", low=0
+    )
+    query_growth_first: int = setting(0, "of query_growth: what the first token's position counts as", low=0)
+    query_growth_length: int | None = setting(
+        None, "of query_growth: positions of a step", shown_default="rotary_original_length"
     )
     rotary_attention_factor: float | None = setting(
         None, "yarn: factor on rotated queries and keys", shown_default="0.1 ln(rotary_factor) + 1"
@@ -142,6 +155,11 @@ class ModelConfig:
         ("before", "after"),
     )
     router_normalize: bool = setting(True, "the weights of a token's experts are divided by their sum")
+    expert_weighted: str = setting(
+        "result",
+        "what a token's weight of an expert multiplies: its result, or its input (Llama 4)",
+        ("result", "input"),
+    )
     balance_loss: float = setting(0.0, "coefficient of the loss that balances the experts within a sample", low=0)
     router_z_loss: float = setting(0.0, "coefficient of the mean squared logarithm of the router's softmax sum", low=0)
     balance_bias_rate: float = setting(
@@ -161,8 +179,14 @@ class ModelConfig:
         "the elements that the norm of queries and keys is over: those of each head, or of all heads of a token",
         ("head", "projection"),
     )
+    rotated_norm: bool = setting(
+        False, "RMS norm without weights of each head's queries and keys, on layers that rotate them (Llama 4)"
+    )
     sliding_window: int | None = setting(
         None, "latest tokens that a token attends to, itself included", shown_default="all before it"
+    )
+    chunked_attention: int | None = setting(
+        None, "tokens of a chunk: none attends to tokens of another one (Llama 4)", shown_default="none"
     )
     kv_latent: int = setting(
         0, "elements of the latent that keys and values are computed from (latent attention); 0: there is none", low=0
@@ -205,87 +229,6 @@ class ModelConfig:
     norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
 
     @property
-    def head_dimension(self) -> int:
-        """Elements of one head."""
-        return self.hidden // self.heads if self.head_size is None else self.head_size
-
-    @property
-    def value_dimension(self) -> int:
-        """Elements of one head of the values."""
-        return self.value_head_size or self.head_dimension
-
-    @property
-    def attention_width(self) -> int:
-        """Elements of a head as fused kernels have it: that of queries and keys, or of values if it is larger."""
-        return max(self.head_dimension, self.value_dimension)
-
-    @property
-    def rotated_dimension(self) -> int:
-        """Elements of a head that rotary positions rotate, the first ones; rounded down, as in transformers."""
-        return self.rotary_head_size or int(self.head_dimension * self.rotary_fraction)
-
-    @property
-    def state_heads(self) -> int:
-        """Heads of a recurrent mixer."""
-        return self.heads if self.recurrent_heads is None else self.recurrent_heads
-
-    @property
-    def state_head_size(self) -> int:
-        """Elements of such a head's values."""
-        return self.head_dimension if self.recurrent_head_size is None else self.recurrent_head_size
-
-    @property
-    def mixers(self) -> tuple[str, ...]:
-        """The mixers of the layers' kinds, each once."""
-        return tuple(dict.fromkeys(one.mixer for one in variants(self)))
-
-    @property
-    def has_qkv_biases(self) -> bool:
-        """Whether queries, keys and values add a bias."""
-        return self.biases if self.qkv_biases is None else self.qkv_biases
-
-    @property
-    def has_output_biases(self) -> bool:
-        """Whether attention's output projection adds a bias."""
-        return self.biases if self.output_biases is None else self.output_biases
-
-    @property
-    def unfused_attention(self) -> str:
-        """A field that attention by fused kernels, or round a ring, does not have; "": none."""
-        return "attention_softcap" if self.attention_softcap else "attention_sinks" if self.attention_sinks else ""
-
-    @property
-    def block_norms(self) -> int:
-        """Norms of the residual stream in a block."""
-        return {"both": 4, "parallel": 1}.get(self.norm_placement, 2 if self.feedforward_size else 1)
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the MLP has a gating matrix."""
-        return self.activation in ("swiglu", "geglu", "clamped_swiglu")
-
-    @property
-    def attention_windows(self) -> tuple[int | None, ...]:
-        """The sliding windows of the layers' kinds, each once."""
-        return tuple(dict.fromkeys(one.attention_window for one in variants(self)))
-
-    @property
-    def attention_window(self) -> int | None:
-        """The sliding window, where all layers are of one kind; None if it hides nothing of a sample."""
-        hides = self.sliding_window is not None and self.sliding_window < self.sequence_length
-        return self.sliding_window if hides else None
-
-    @property
-    def key_value_heads(self) -> int:
-        """Heads of the keys and of the values."""
-        return self.heads if self.kv_heads is None else self.kv_heads
-
-    @property
-    def feedforward_size(self) -> int:
-        """Inner width of the MLP."""
-        return 4 * self.hidden if self.feedforward is None else self.feedforward
-
-    @property
     def layer_kinds(self) -> tuple[str, ...] | None:
         """The kind of each layer, of layers whose parameters differ; None: those of all are alike.
 
@@ -305,9 +248,10 @@ class ModelConfig:
         changes = {"dense_layers": 0, "moe_layer_freq": "1", "dense_feedforward": None}
         if mixer:
             changes |= {"mixer": mixer} | without_field(self, "mixer")
-        if mlp == DENSE:
+        alone = mixer not in ("", "none") and "none" in self.mixers
+        if mlp == DENSE or alone:
             width = self.feedforward if self.dense_feedforward is None else self.dense_feedforward
-            changes |= {"experts": 0, "feedforward": width}
+            changes |= {"experts": 0, "feedforward": 0 if alone else width}
             changes |= {name: type(getattr(self, name))(0) for name in ONLY_WITH_EXPERTS}
         return dataclasses.replace(self, **changes)
 
@@ -317,33 +261,29 @@ class ModelConfig:
 
         For a GPT this is 2104.04473 equation 2 plus the final layer norm's 2 * hidden, which that equation leaves out.
         """
-        bias = int(self.biases)
-        norm = self.hidden * (1 + (bias if self.norm == "layernorm" else 0))
-        mixers = [mixer_parameters(one) for one in variants(self)]
-        mixers = sum(mixers[n] for n in variant_numbers(self)) if len(mixers) > 1 else self.layers * mixers[0]
-        into_mlp = 2 if self.is_gated else 1
-        dense, width = self._dense_layers if self.experts else self.layers, self.of_kind(DENSE).feedforward_size
-        mlp = dense * (into_mlp * (self.hidden + bias) * width + (width + bias) * self.hidden) if width else 0
-        mlp += (self.layers - dense) * expert_parameters(self) if self.experts else 0
         position_table = self.sequence_length * self.hidden if self.positions == "learned" else 0
         token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
-        return (
-            mixers
-            + self.layers * self.block_norms * norm
-            + mlp
-            + position_table
-            + token_tables
-            + norm
-            + lora_parameters(self)
-        )
+        blocks = sum(count * one._block_parameters for one, count in self._kinds)
+        return blocks + position_table + token_tables + self._norm_parameters + lora_parameters(self)
 
     @property
-    def query_key_norm_parameters(self) -> int:
-        """Scales of a block's norms of queries and keys."""
-        if not self.query_key_norm:
-            return 0
-        heads = 2 if self.query_key_norm_over == "head" else self.heads + self.key_value_heads
-        return heads * self.head_dimension
+    def _kinds(self) -> list[tuple["ModelConfig", int]]:
+        """The model of each kind of layers, and how many layers are of it."""
+        counts = collections.Counter(self.layer_kinds or (None,) * self.layers)
+        return [(self.of_kind(kind), count) for kind, count in counts.items()]
+
+    @property
+    def _norm_parameters(self) -> int:
+        return self.hidden * (2 if self.biases and self.norm == "layernorm" else 1)
+
+    @property
+    def _block_parameters(self) -> int:
+        """Of a layer, of a model whose layers are of one kind; without adapters."""
+        bias, width = int(self.biases), self.feedforward_size
+        into_mlp = (2 if self.is_gated else 1) * (self.hidden + bias) * width
+        mlp = into_mlp + (width + bias) * self.hidden if width else 0
+        mlp = expert_parameters(self) if self.experts else mlp
+        return mixer_parameters(self) + self.block_norms * self._norm_parameters + mlp
 
     @property
     def active_parameters(self) -> int:
@@ -351,12 +291,7 @@ class ModelConfig:
         if not self.experts:
             return self.parameters
         unused = expert_parameters(self) - expert_parameters(self, self.experts_per_token)
-        return self.parameters - (self.layers - self._dense_layers) * unused
-
-    @property
-    def _dense_layers(self) -> int:
-        """Layers without experts, of a model with experts."""
-        return sum(parts_of(kind, MIXERS)[1] == DENSE for kind in self.layer_kinds or ())
+        return self.parameters - unused * sum(count for one, count in self._kinds if one.experts)
 
     def validate(self) -> None:
         """Checks the model's own shape.

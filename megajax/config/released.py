@@ -14,6 +14,15 @@ from typing import Any
 LLAMA2_VOCABULARY, LLAMA3_VOCABULARY, QWEN_VOCABULARY, SMOLLM2_VOCABULARY = 32000, 128256, 151936, 49152
 
 
+def released_model(
+    layers: int, hidden: int, heads: int, kv_heads: int, feedforward: int, vocabulary: int, **more: Any
+) -> dict:
+    """RMS norms, SwiGLU, rotary positions, no biases, 8,192 tokens, unless `more` says otherwise."""
+    fields = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "feedforward": feedforward}
+    fields |= {"vocabulary": vocabulary, "sequence_length": 8192, "norm": "rmsnorm", "activation": "swiglu"}
+    return fields | {"positions": "rotary", "tied_embeddings": False, "biases": False} | more
+
+
 def _llama(layers: int, hidden: int, heads: int, feedforward: int, vocabulary: int, length: int, **more: Any) -> dict:
     """RMS norms, SwiGLU, rotary positions, no biases; an own output head unless `more` says otherwise."""
     fields = {

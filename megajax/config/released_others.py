@@ -6,14 +6,10 @@ As `released.py`: values of config.json, but for the length, which is that of th
 import math
 from typing import Any
 
+from megajax.config.released import released_model as _model
+from megajax.config.released_hybrids import RELEASED_HYBRIDS
+
 __all__ = ["RELEASED_OTHERS"]
-
-
-def _model(layers: int, hidden: int, heads: int, kv_heads: int, feedforward: int, vocabulary: int, **more: Any) -> dict:
-    """RMS norms, SwiGLU, rotary positions, no biases, 8,192 tokens, unless `more` says otherwise."""
-    fields = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "feedforward": feedforward}
-    fields |= {"vocabulary": vocabulary, "sequence_length": 8192, "norm": "rmsnorm", "activation": "swiglu"}
-    return fields | {"positions": "rotary", "tied_embeddings": False, "biases": False} | more
 
 
 def _gemma(layers: int, hidden: int, heads: int, kv_heads: int, feedforward: int, vocabulary: int, **more: Any) -> dict:
@@ -55,24 +51,20 @@ GPT_OSS = {
     "rotary_original_length": 4096,
     "rotary_truncate": False,
 }
-QWEN3_NEXT = {
-    "head_size": 256,
-    "norm_offset": True,
-    "query_key_norm": True,
-    "attention_gate": True,
-    "rotary_fraction": 0.25,
-    "rotary_base": 1e7,
-    "norm_epsilon": 1e-6,
-    "experts": 512,
-    "experts_per_token": 10,
-    "shared_feedforward": 512,
-    "shared_gate": True,
+LLAMA4 = {
+    "head_size": 128,
+    "rotary_base": 500000.0,
+    "rotary_pairs": "neighbours",
+    "layer_pattern": "chunked*3,global",
+    "kind_fields": ("chunked.chunked_attention=8192", "global.positions=none", "global.query_growth=0.1"),
+    "query_growth_first": 1,
+    "query_growth_length": 8192,
+    "experts_per_token": 1,
+    "shared_feedforward": 8192,
+    "router_scores": "sigmoid",
+    "router_normalize": False,
+    "expert_weighted": "input",
     "balance_loss": 0.001,
-    "layer_pattern": "linear*3,full",
-    "kind_fields": ("linear.mixer=gated_delta",),
-    "recurrent_heads": 32,
-    "recurrent_head_size": 128,
-    "recurrent_groups": 16,
 }
 QWEN2_MOE = {"qkv_biases": True, "shared_gate": True, "router_normalize": False, "rotary_base": 1e6}
 QWEN2_MOE |= {"norm_epsilon": 1e-6, "balance_loss": 0.001}
@@ -222,14 +214,6 @@ RELEASED_OTHERS: dict[str, dict[str, Any]] = {
     "qwen2-57b-a14b": _model(
         28, 3584, 28, 4, 2560, 151936, **QWEN2_MOE, experts=64, experts_per_token=8, shared_feedforward=20480
     ),
-    # Mamba-2, 2405.21060; its vocabulary padded as in its files.
-    "mamba2-2.7b": {
-        **{"layers": 64, "hidden": 2560, "heads": 80, "head_size": 64, "feedforward": 0, "vocabulary": 50288},
-        **{"sequence_length": 2048, "mixer": "mamba2", "recurrent_chunk": 256, "positions": "none", "norm": "rmsnorm"},
-        **{"biases": False, "tied_embeddings": True},
-    },
-    # Qwen3-Next: three layers of four have the gated delta rule.
-    "qwen3-next-80b-a3b": _model(48, 2048, 16, 2, 512, 151936, **QWEN3_NEXT),
     # GLM-4.5 Air, 2508.06471 table 1.
     "glm4.5-air": _model(
         46,
@@ -302,7 +286,27 @@ RELEASED_OTHERS: dict[str, dict[str, Any]] = {
         rotary_base=50000.0,
         rotary_beta_fast=1.0,
     ),
+    # Llama 4's texts; Scout's frequencies are those of its context of 10 million tokens.
+    "llama4-scout": _model(
+        48,
+        5120,
+        40,
+        8,
+        8192,
+        202048,
+        **LLAMA4,
+        experts=16,
+        rotated_norm=True,
+        rotary_scaling="llama3",
+        rotary_factor=16.0,
+        rotary_original_length=8192,
+        rotary_high_frequency=1.0,
+    ),
+    "llama4-maverick": _model(
+        48, 5120, 40, 8, 8192, 202048, **LLAMA4, experts=128, moe_layer_freq="([0]+[1])*24", dense_feedforward=16384
+    ),
     # gpt-oss, 2508.10925.
     "gpt-oss-20b": _model(24, 2880, 64, 8, 2880, 201088, **GPT_OSS, experts=32),
     "gpt-oss-120b": _model(36, 2880, 64, 8, 2880, 201088, **GPT_OSS, experts=128),
+    **RELEASED_HYBRIDS,
 }

@@ -14,6 +14,11 @@ def check_rotary(model) -> None:
             f"rotary_scaling = {model.rotary_scaling} scales rotary frequencies, and positions = {model.positions}: pass "
             "--positions rotary or --rotary-scaling none."
         )
+    if model.rotated_norm and model.positions != "rotary":
+        raise ConfigError(
+            f"rotated_norm = True is of queries and keys that rotate, and positions = {model.positions}: pass --positions "
+            "rotary or --no-rotated-norm."
+        )
     if model.rotary_fraction > 1:
         raise ConfigError(f"rotary_fraction = {model.rotary_fraction} is above 1: pass --rotary-fraction 1.")
     if model.positions == "rotary" and (model.rotated_dimension % 2 or not model.rotated_dimension):
@@ -30,9 +35,9 @@ def check_rotary(model) -> None:
             f"rotary_scaling = {model.rotary_scaling} needs a rotary_factor of 1 or more, and it is "
             f"{'not given' if model.rotary_factor is None else model.rotary_factor}: pass --rotary-factor 8."
         )
-    if model.rotary_low_frequency >= model.rotary_high_frequency:
+    if model.rotary_low_frequency > model.rotary_high_frequency:
         raise ConfigError(
-            f"rotary_low_frequency = {model.rotary_low_frequency} must be below rotary_high_frequency = "
+            f"rotary_low_frequency = {model.rotary_low_frequency} must not be above rotary_high_frequency = "
             f"{model.rotary_high_frequency}: pass --rotary-low-frequency 1 --rotary-high-frequency 4."
         )
     if model.rotary_beta_slow > model.rotary_beta_fast:

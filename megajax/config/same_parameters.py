@@ -64,7 +64,7 @@ def _parameters(model: ModelConfig) -> dict[str, Any]:
         "experts": model.experts,
         "lora": (model.lora, lora_targets(model.of_kind("dense") if model.layer_kinds else model)),
     }
-    if model.mixers != ("attention",):
+    if model.mixers != ("attention",):  # also where layers with a mixer have no MLP
         kinds = [variants(model)[n].mixer for n in variant_numbers(model)]
         states = model.state_heads, model.state_head_size, model.recurrent_groups, model.recurrent_state
         found["mixer"] = (kinds, *states, model.recurrent_convolution)

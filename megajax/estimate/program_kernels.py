@@ -112,7 +112,7 @@ class Kernels:
         """
         model = self.run.model
         count = IN_ONE_PASS.get(getattr(model, "norm_placement", ""), 0) * self.program.norms_in_one_pass
-        count = min(count, 2 if getattr(model, "feedforward_size", 0) else 1)
+        count = min(count, getattr(model, "block_norms", count))
         if backward:
             parts = 2 * 4 * min(PROGRAMS, self.rows // self.split) * self.model.hidden
             return self.traffic(count * (parts - 2 * self.residual), -2 * count)

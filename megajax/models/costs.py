@@ -60,6 +60,7 @@ class Attention:
       dropout: probability of dropping an attention probability; cuDNN's attention supports only 0.
       windows: latest tokens that a token attends to; None: all before it. Of a model whose layers differ, one for each
         layer: what is counted is then of a layer on average.
+      chunks: likewise tokens of a chunk, outside of which a token attends to none.
       causal: whether tokens attend to earlier tokens only; if not, to all of the sample.
       scores_recomputed: recompute modes in which the backward computes queries times keys a second time; fused attention
         always does, and that is part of its backward.
@@ -74,6 +75,7 @@ class Attention:
     head_size: int
     dropout: float = 0.0
     windows: tuple[int | None, ...] = (None,)
+    chunks: tuple[int | None, ...] = (None,)
     causal: bool = True
     scores_recomputed: tuple[str, ...] = ("selective", "full")
     values_recomputed: tuple[str, ...] = ("full",)
@@ -90,8 +92,9 @@ class Attention:
         """Scores that a head computes for a sample of this many tokens, if it leaves out those that are masked."""
         if not self.causal:
             return tokens * tokens
-        windows = [min(tokens, window or tokens) for window in self.windows]
-        return sum(window * (2 * tokens - window) / 2 for window in windows) / len(windows)
+        each = max(self.windows, self.chunks, key=len)
+        windows, chunks = (of if len(of) == len(each) else of * len(each) for of in (self.windows, self.chunks))
+        return sum(_pairs(tokens, *reach) for reach in zip(windows, chunks, strict=True)) / len(each)
 
     @property
     def window(self) -> int | None:
@@ -100,8 +103,17 @@ class Attention:
 
     @property
     def differ(self) -> bool:
-        """Whether layers have different windows."""
-        return len(set(self.windows)) > 1
+        """Whether layers have different windows, or chunks."""
+        return len(set(self.windows)) > 1 or any(self.chunks)
+
+
+def _pairs(tokens: int, window: int | None, chunk: int | None) -> float:
+    """Pairs of a token and one that it sees, itself counted half."""
+    if chunk and chunk < tokens:
+        whole, rest = divmod(tokens, chunk)
+        return whole * _pairs(chunk, window, None) + _pairs(rest, window, None)
+    window = min(tokens, window or tokens)
+    return window * (2 * tokens - window) / 2
 
 
 @dataclasses.dataclass(frozen=True)

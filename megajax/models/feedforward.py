@@ -25,6 +25,7 @@ ACTIVATIONS = {  # of the MLP, or of its gate
     "gelu_exact": exact_gelu,
     "swiglu": jax.nn.silu,
     "geglu": partial(jax.nn.gelu, approximate=True),
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
     "clamped_swiglu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 

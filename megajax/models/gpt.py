@@ -16,6 +16,7 @@ from flax import nnx
 
 from megajax.config import ModelConfig, padded_vocabulary
 from megajax.config.lora import is_base
+from megajax.config.mixers import RECURRENT
 from megajax.models import moe, remat
 from megajax.models.costs import ModelCosts
 from megajax.models.dropout import Dropout
@@ -218,7 +219,7 @@ class GPT(NNXModel):
         if "attention" in config.mixers:
             own = latent_cache(config, dtype, samples, slots) if config.kv_latent else None
             found |= own or cache_arrays(config, dtype, samples, slots, self.context.tensor)
-        if config.mixers != ("attention",):
+        if set(config.mixers) & {*RECURRENT}:
             found |= state_arrays(config, dtype, samples)
         return found
 
@@ -243,7 +244,7 @@ class GPT(NNXModel):
             return None
         windows = config.attention_windows
         window = windows[0] if len(windows) == 1 else None
-        more = {"differ": len(windows) > 1, "unfused": config.unfused_attention}
+        more = {"differ": len(windows) > 1 or any(config.attention_chunks), "unfused": config.unfused_attention}
         return FusableAttention(config.attention_width, config.dropout, window, **more)
 
     @property

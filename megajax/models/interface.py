@@ -103,7 +103,7 @@ class FusableAttention(NamedTuple):
       head_size, dropout: elements of a head; probability of dropping an attention probability.
       window: latest tokens that a token attends to; None: all, or layers differ.
       causal: whether tokens attend to earlier tokens only; if not, samples may end with padding.
-      differ, unfused: whether layers have different windows; a field of the model that no fused kernel has, or "".
+      differ, unfused: whether layers have different windows or chunks; a field of the model that no fused kernel has, or "".
     """
 
     head_size: int

@@ -266,7 +266,11 @@ class Experts(nnx.Module):
             added = jnp.take(biases[0].astype(jnp.float32), expert, axis=0, mode="clip")
             up = up.astype(jnp.float32) + self.constrain(added, "batch", *gates, "feedforward")
         # Weighted here and not after the second matmul, whose results the weights' gradients would then need.
-        active = activate(self.config, up) * dispatch(weights.reshape(-1, 1), routing.order, routing.places)
+        shares = dispatch(weights.reshape(-1, 1), routing.order, routing.places)
+        if self.config.expert_weighted == "input":  # the product of a weighted row is the weighted product
+            active = activate(self.config, up.astype(jnp.float32) * shares.reshape(-1, *[1] * (up.ndim - 1)))
+        else:
+            active = activate(self.config, up) * shares
         active = checkpoint_name(self.constrain(active.astype(y.dtype), "batch", "feedforward"), "activation")
         out = self.matmuls.row(active, kernels[1], routing, len(local))
         out = reduce_scattered(out.reshape(tokens.shape), self.constrain)

@@ -11,7 +11,7 @@ from megajax.config import ModelConfig
 from megajax.models.nnx_model import parameter
 from megajax.ops.norm import norm
 
-__all__ = ["HeadNorm", "Norm", "ProjectionNorm"]
+__all__ = ["HeadNorm", "Norm", "ProjectionNorm", "unweighted_norm"]
 
 
 def initial_scale(config: ModelConfig, *shape: int) -> jax.Array:
@@ -22,6 +22,12 @@ def initial_scale(config: ModelConfig, *shape: int) -> jax.Array:
 def scale_of(config: ModelConfig, weights: nnx.Param) -> jax.Array:
     """What a norm multiplies with."""
     return 1 + weights[...].astype(jnp.float32) if config.norm_offset else weights[...]
+
+
+def unweighted_norm(x: jax.Array, epsilon: float) -> jax.Array:
+    """RMS norm of x [..., n] over its last axis, without weights, in fp32; the result has x's type."""
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)).astype(x.dtype)
 
 
 class Norm(nnx.Module):

@@ -43,7 +43,7 @@ def frequencies(config: ModelConfig, library: Any = jnp) -> Any:
     length = config.rotary_original_length or config.sequence_length
     if config.rotary_scaling == "llama3":
         low, high = config.rotary_low_frequency, config.rotary_high_frequency
-        share = (length * plain / (2 * math.pi) - low) / (high - low)
+        share = (length * plain / (2 * math.pi) - low) / (high - low or 1e-9)  # equal bounds: a step (Llama 4)
     else:
         first, last = _ramp_of_yarn(config, length)
         share = 1 - (library.arange(half) - first) / (last - first or 0.001)
@@ -76,7 +76,7 @@ def attention_factor(config: ModelConfig) -> float:
 def rotations(config: ModelConfig) -> tuple[tuple[ModelConfig, ...], tuple[int, ...]]:
     """Models with the rotations of the layers, each rotation once, and which one of them each layer has."""
     each, numbers = variants(config), variant_numbers(config)
-    of = [tuple(getattr(one, name) for name in VARYING if name != "sliding_window") for one in each]
+    of = [tuple(getattr(one, name) for name in VARYING if name.startswith(("rotary", "positions"))) for one in each]
     return tuple(each[of.index(one)] for one in dict.fromkeys(of)), tuple(
         [*dict.fromkeys(of)].index(of[n]) for n in numbers
     )
@@ -88,14 +88,17 @@ def rotary_tables(config: ModelConfig, positions: jax.Array) -> jax.Array:
     return tables[0] if len(tables) == 1 else jnp.stack(tables, 1)
 
 
-def of_layer(values: Sequence[int], numbers: Sequence[int], layer: jax.Array) -> jax.Array:
-    """values[numbers[layer]], int32: without an array of the numbers, which would be kept for each block's backward."""
+def of_layer(values: Sequence[float], numbers: Sequence[int], layer: jax.Array) -> jax.Array:
+    """values[numbers[layer]]: without an array of the numbers, which would be kept for each block's backward.
+
+    int32, or fp32 if the values are floats.
+    """
     period = next(
         n for n in range(1, len(numbers) + 1) if all(a == b for a, b in zip(numbers, numbers[n:], strict=False))
     )
     places, place = numbers[:period], layer % period
     usual = max(set(places), key=places.count)
-    found = jnp.int32(values[usual])
+    found = (jnp.float32 if isinstance(values[usual], float) else jnp.int32)(values[usual])
     for number in sorted(set(places) - {usual}):
         here = functools.reduce(operator.or_, (place == at for at, one in enumerate(places) if one == number))
         found = jnp.where(here, values[number], found)

@@ -38,7 +38,8 @@ MIXERS = {"attention": Attention, "mamba2": Mamba2, "gated_delta": GatedDelta}
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + feedforward(norm(x)), or with norms elsewhere.
 
-    In place of attention there may be another mixer, `config.mixer`; without `feedforward` the second part is missing.
+    In place of attention there may be another mixer, `config.mixer`, or "none", without the first part; without
+    `feedforward` the second part is missing.
     With `config.norm_placement` "post" x + norm(attention(x)), with "both" x + norm(attention(norm(x))), with "parallel"
     x + attention(norm(x)) + feedforward(norm(x)); with `config.post_norm`, of BERT, norm(x + attention(x)).
     """
@@ -47,15 +48,16 @@ class Block(nnx.Module):
         """Draws the weights of one layer from its key."""
         self.config, self.context, self.constrain = config, context, context.constrain
         placement = config.norm_placement
-        if placement != "post":
+        if placement != "post" and config.mixer != "none":
             self.attention_norm = Norm(config)
         if placement in ("pre", "both") and config.feedforward_size:
             self.feedforward_norm = Norm(config)
         if placement in ("post", "both"):
             self.attention_output_norm, self.feedforward_output_norm = Norm(config), Norm(config)
         name = "attention" if config.mixer == "attention" else "mixer"  # a parameter's name says what it is of
-        mixer = LatentAttention if name == "attention" and config.kv_latent else MIXERS[config.mixer]
-        setattr(self, name, mixer(config, named_key(key, name), context))
+        if config.mixer != "none":
+            mixer = LatentAttention if name == "attention" and config.kv_latent else MIXERS[config.mixer]
+            setattr(self, name, mixer(config, named_key(key, name), context))
         inner = Experts if config.experts else FeedForward
         if config.feedforward_size:
             self.feedforward = inner(config, named_key(key, "feedforward"), context)
@@ -87,14 +89,20 @@ class Block(nnx.Module):
         )
         post_norm, placement = self.config.post_norm, self.config.norm_placement
         one_pass = self.context.operations.norm
-        y = x if post_norm or placement == "post" else self._split(self.attention_norm(x, one_pass), "attention_input")
-        mix = self.attention if self.config.mixer == "attention" else self.mixer
-        attended, entries = mix(y, microbatch, layer, dropout, cache, lora_drop)
-        x = x + self._added("attention", attended, dropout)
+        entries, mixes = {}, self.config.mixer != "none"
+        if mixes:
+            y = (
+                x
+                if post_norm or placement == "post"
+                else self._split(self.attention_norm(x, one_pass), "attention_input")
+            )
+            mix = self.attention if self.config.mixer == "attention" else self.mixer
+            attended, entries = mix(y, microbatch, layer, dropout, cache, lora_drop)
+            x = x + self._added("attention", attended, dropout)
         if not self.config.feedforward_size:
             return self.constrain(x, *RESIDUAL), entries
         if placement != "parallel":
-            x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual")
+            x = checkpoint_name(self.constrain(x, *RESIDUAL), "residual") if mixes else x
             norm = self.attention_norm if post_norm else None if placement == "post" else self.feedforward_norm
             y = x if norm is None else self._split(norm(x, one_pass), "feedforward_input")
         fed = self.feedforward(y, microbatch) if self.config.experts else self.feedforward(y, lora_drop)

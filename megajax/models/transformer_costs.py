@@ -9,7 +9,7 @@ from megajax.config.experts import expert_tokens
 from megajax.config.latent import latent_parameters, latent_sizes
 from megajax.config.layer_pattern import variant_numbers, variants
 from megajax.config.lora import ROW, TARGETS, adapter_sizes, lora_targets
-from megajax.config.mixers import mixer_parameters
+from megajax.config.mixers import RECURRENT, mixer_parameters
 from megajax.models.costs import Attention, Elementwise, Experts, KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
 
@@ -37,6 +37,9 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         joined = heads = config.state_heads * config.state_head_size
         steps = config.state_heads * (1 if config.mixer == "mamba2" else 2)
         query_key_value = 2 * heads + 2 * config.recurrent_groups * config.recurrent_state + steps
+    mixes = config.mixer != "none"
+    if not mixes:
+        joined = heads = query_key_value = 0
     norm = hidden * (2 if config.norm == "layernorm" and config.biases else 1)
     mlp, adapters = _mlp_costs(config), _adapter_parameters(config)
     over_heads = config.query_key_norm_over == "projection"  # then its scales are split as the heads are
@@ -45,14 +48,14 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         mixer_whole = latent_parameters(config)[1]
     if not is_attention:
         mixer_whole = config.state_head_size if config.mixer == "gated_delta" else 0
+    normed = 2 * (heads + groups) * int(config.query_key_norm or config.rotated_norm)
     return ModelCosts(
         layers=config.layers,
         hidden=hidden,
         sequence_length=config.sequence_length,
         vocabulary=config.vocabulary,
         matmuls=(
-            *(_latent_matmuls(config) if latent else [Matmul("query_key_value", hidden, query_key_value, *COLUMN)]),
-            Matmul("attention_output", joined, hidden, "row", ("full",)),
+            *(_mixer_matmuls(config, query_key_value, joined) if mixes else []),
             *_scan_matmuls(config),
             *mlp.matmuls,
             *_adapter_matmuls(config),
@@ -62,7 +65,8 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
             config.key_value_heads,
             size,
             dropout=config.dropout,
-            windows=_windows(config),
+            windows=_of_layers(config, "attention_window"),
+            chunks=_of_layers(config, "attention_chunk"),
             causal=config.causal,
             # a softcap's derivative needs the scores
             scores_recomputed=(*["none"] * (config.attention_softcap is not None), "selective", "full"),
@@ -82,28 +86,36 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         kept_for_weights=(
             KeptValue("gradients of query_key_value and mlp_in", query_key_value + mlp.dense_up, split="tensor"),
             KeptValue("gradients of experts_in", mlp.up - mlp.dense_up, split="tensor", routed=True),
-            KeptValue("gradients of attention_output and mlp_out", 2 * hidden if mlp.has_dense else hidden),
+            KeptValue("gradients of attention_output and mlp_out", (mixes + mlp.has_dense) * hidden),
             KeptValue("gradients of the experts' results", mlp.rows * hidden, split=None, routed=True),
             KeptValue("context", joined, split="tensor", modes=("full",)),
             *([KeptValue("gradients of the latents", latent.down)] if latent else []),
-            KeptValue("residual", hidden, modes=("full",)),
+            *([KeptValue("residual", hidden, modes=("full",))] if mixes else []),
             # two intermediate values of the activation function are fp32
             KeptValue("activation", 2 * mlp.inner, split="tensor", modes=("full",), itemsize=4),
         ),
         elementwise=Elementwise(
             residual_passes=2 * config.block_norms
-            + (1 + has_mlp) * 3,  # norms (read, write), additions (read two, write)
+            + (mixes + has_mlp) * 3,  # norms (read, write), additions (read two, write)
             masks=2,
             # the activation function; queries, keys and values (read, write); and the norm of queries and keys
             inner=mlp.up
             + mlp.inner
             + 2 * query_key_value
-            + (2 * (heads + groups) * int(config.query_key_norm) if is_attention else 4 * heads + 2 * query_key_value),
+            + (normed if is_attention else 4 * heads + 2 * query_key_value),
             whole=2 * 2 * mlp.rows * hidden,  # dispatch and combine (read, write)
         ),
         experts=mlp.experts,
         scratch=_scan_scratch(config),
     )
+
+
+def _mixer_matmuls(config: ModelConfig, query_key_value: int, joined: int) -> list[Matmul]:
+    """The projections into a mixer, of `query_key_value` elements, and out of it, of `joined` ones."""
+    is_latent = config.mixer == "attention" and config.kv_latent
+    into = [Matmul("query_key_value", config.hidden, query_key_value, *COLUMN)]
+    out = Matmul("attention_output", joined, config.hidden, "row", ("full",))
+    return [*(_latent_matmuls(config) if is_latent else into), out]
 
 
 def _latent_matmuls(config: ModelConfig) -> list[Matmul]:
@@ -125,7 +137,7 @@ def _latent_matmuls(config: ModelConfig) -> list[Matmul]:
 
 def _scan_matmuls(config: ModelConfig) -> tuple[Matmul, ...]:
     """The products of a recurrent mixer, as one of as many multiply-adds for a token; a backward does them again."""
-    if config.mixer == "attention":
+    if config.mixer not in RECURRENT:
         return ()
     heads, groups, size, state = (
         config.state_heads,
@@ -143,7 +155,7 @@ def _scan_matmuls(config: ModelConfig) -> tuple[Matmul, ...]:
 
 def _scan_scratch(config: ModelConfig) -> int:
     """Bytes for each token that a recurrent mixer's backward has: fp32 arrays of pairs in a chunk, values and states."""
-    if config.mixer == "attention":
+    if config.mixer not in RECURRENT:
         return 0
     heads, size, state = config.state_heads, config.state_head_size, config.recurrent_state
     length = min(config.recurrent_chunk, config.sequence_length)
@@ -156,9 +168,10 @@ def _norms_results(config: ModelConfig) -> bool:
     return config.norm_placement in ("post", "both")
 
 
-def _windows(config: ModelConfig) -> tuple[int | None, ...]:
-    each = config.attention_windows
-    return each if len(each) == 1 else tuple(variants(config)[n].attention_window for n in variant_numbers(config))
+def _of_layers(config: ModelConfig, name: str) -> tuple[int | None, ...]:
+    """Of the layers, or of all together if they have the same."""
+    each = [getattr(one, name) for one in variants(config)]
+    return (each[0],) if len(set(each)) == 1 else tuple(each[n] for n in variant_numbers(config))
 
 
 def _adapter_matmuls(config: ModelConfig) -> tuple[Matmul, ...]:
@@ -257,16 +270,20 @@ def _kept_by_transformer(
         return KeptValue(name, per_token, split=split, modes=modes, **fields)
 
     hidden, heads = config.hidden, config.heads
-    is_attention, has_mlp = config.mixer == "attention", config.feedforward_size > 0
+    is_attention, has_mlp, mixes = config.mixer == "attention", config.feedforward_size > 0, config.mixer != "none"
     changed = config.positions == "rotary" or config.query_key_norm  # queries and keys, before attention
     placement, outputs = config.norm_placement, ("attention_output", "feedforward_output")
     values = [
         KeptValue("input", hidden),
         *(
-            [] if config.post_norm or placement == "post" else [value("attention_input", hidden)]
+            [] if config.post_norm or placement == "post" or not mixes else [value("attention_input", hidden)]
         ),  # else the block's input
         *([value(name, hidden) for name in outputs] if _norms_results(config) else []),
-        *([] if is_attention else [value("qkv", query_key_value, "tensor"), value("context", joined, "tensor")]),
+        *(
+            []
+            if is_attention or not mixes
+            else [value("qkv", query_key_value, "tensor"), value("context", joined, "tensor")]
+        ),
         *(
             [
                 *_projected(config, value, query_key_value, 2 if changed else None),
@@ -278,7 +295,7 @@ def _kept_by_transformer(
             if is_attention
             else []
         ),
-        *([] if placement == "parallel" or not has_mlp else [value("residual", hidden)]),
+        *([] if placement == "parallel" or not has_mlp or not mixes else [value("residual", hidden)]),
         *([value("feedforward_input", hidden)] if placement in ("pre", "both") and has_mlp else []),
         *(
             [value("up", mlp.dense_up, "tensor"), value("activation", mlp.dense_inner, "tensor")]

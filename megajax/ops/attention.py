@@ -141,7 +141,8 @@ def plain_attention(
       scoring: what is done to scores and probabilities.
       constrain: (x, *logical axes) -> x, a sharding constraint.
       document: number of each token's document, [b, s], if tokens attend to their own document only.
-      window: latest tokens that a token attends to, itself included (2310.06825), a scalar; None: all before it.
+      window: latest tokens that a token attends to, itself included (2310.06825), a scalar or [b, 1, 1, s, 1]; None: all
+        before it.
       causal: whether keys after their query are hidden.
       padding: number of tokens at the end of each sample that nothing attends to, [b]; None: 0.
 

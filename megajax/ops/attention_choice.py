@@ -11,8 +11,8 @@ With "auto", the first that the GPU, the model and the mask allow:
 | others from Ampere on (8.x, 12.x) | cudnn | tokamax | tokamax has no backward there, megajax's has seven matmuls to |
 | | | | cuDNN's five; tokamax's forward takes 0.94 to 0.98 of cuDNN's time (its own, on an A100) |
 
-A sliding window of all layers is cuDNN's on all of them; masks of documents and of padding, and windows that differ between
-layers, are tokamax's. Soft caps and sinks are XLA's.
+A sliding window of all layers is cuDNN's on all of them; masks of documents and of padding, chunks, and windows that differ
+between layers, are tokamax's. Soft caps and sinks are XLA's.
 """
 
 from collections.abc import Collection
@@ -109,7 +109,7 @@ def mask_of(documents: bool, attention: Any) -> str | None:
 
     Returns:
       A field that no fused kernel has, "attention_softcap" or "attention_sinks"; "documents"; "padding" at the end of
-      samples; "windows" that differ between layers; None: nothing.
+      samples; "windows" that differ between layers, or chunks; None: nothing.
     """
     if attention.unfused:
         return attention.unfused
@@ -156,7 +156,7 @@ def _mask_problem(mask, window, context) -> str | None:
     if mask == "padding":
         return "cuDNN's kernel is not used with a padding mask, which samples of this model need"
     if mask == "windows":
-        return "cuDNN's kernel is not used where layers have different sliding windows"
+        return "cuDNN's kernel is not used where layers have different sliding windows, or chunks"
     if window is not None and context > 1:
         return f"cuDNN's kernel has no sliding window between the pieces of context = {context} ranks"
     return None

@@ -72,7 +72,7 @@ def cached_attention(
       positions: of the new tokens, int32 [b, n]. The output of a padding token has no meaning, and nothing attends to it.
       cache: "key" and "value" [b, g, t, d].
       constrain: (x, *logical axes) -> x, a sharding constraint.
-      window: latest tokens that a token attends to, itself included; None: all before it.
+      window: latest tokens that a token attends to, itself included, a scalar or [b, n, 1]; None: all before it.
       scoring: as of `plain_attention`.
 
     Returns:

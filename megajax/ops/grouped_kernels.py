@@ -21,9 +21,9 @@ from megajax.runtime.compat import pallas, pallas_call, whole_block
 
 __all__ = ["pallas_add", "pallas_gradient", "pallas_product"]
 
-# Tiles of rows whose programs run beside each other, so that they read a kernel, or slopes, from the L2 cache. Without it the
-# gradient of an expert's gate and value [4096, 28672], whose slopes are larger than that cache, ran at 330 TFLOP/s on an H100,
-# and that of its other matmul at 510.
+# Tiles of rows whose programs run beside each other, so that they read a kernel, or slopes, from the L2 cache. Without it
+# the gradient of an expert's gate and value [4096, 28672], whose slopes are larger than that cache, ran at 330 TFLOP/s on an
+# H100, and that of its other matmul at 510.
 TOGETHER = 8
 
 

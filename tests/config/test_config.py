@@ -71,15 +71,16 @@ ILLEGAL = [
     ),
     ({"rotary_fraction": 1.5}, None, ["rotary_fraction = 1.5 is above 1", "--rotary-fraction 1"]),
     (
-        {"positions": "rotary", "rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_low_frequency": 4.0},
+        {"positions": "rotary", "rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_low_frequency": 4.5},
         None,
-        ["rotary_low_frequency = 4.0 must be below rotary_high_frequency = 4.0", "--rotary-low-frequency 1"],
+        ["rotary_low_frequency = 4.5 must not be above rotary_high_frequency = 4.0", "--rotary-low-frequency 1"],
     ),
     (
         {"positions": "rotary", "rotary_scaling": "yarn", "rotary_factor": 8.0, "rotary_beta_slow": 40.0},
         None,
         ["rotary_beta_slow = 40.0", "--rotary-beta-fast 32"],
     ),
+    ({"rotated_norm": True}, None, ["rotated_norm = True", "--positions rotary or --no-rotated-norm"]),
     ({"sliding_window": 0}, None, ["sliding_window = 0", "1 or more", "--sliding-window"]),
     ({"qkv_biases": "no"}, None, ["qkv_biases = 'no'", "--qkv-biases or --no-qkv-biases"]),
     ({"warmup_steps": 201}, None, ["warmup_steps = 201", "steps = 200", "--warmup-steps 20"]),

@@ -23,6 +23,7 @@ UNEVEN = dense_experts.UNEVEN
         ({"experts_per_token": 7}, "experts_per_token = 7 is above experts = 6: pass --experts-per-token 6 or fewer"),
         ({"experts": -1}, "experts = -1 must be"),
         ({"experts": 0, "shared_feedforward": 0, "expert_biases": True}, "pass --no-expert-biases, or --experts 2"),
+        ({"expert_weighted": "input", "expert_biases": True}, "pass --expert-weighted result"),
         ({"shared_feedforward": 0, "shared_gate": True}, "there is none: pass --shared-feedforward SIZE"),
         ({"router_scores": "sigmoid", "router_softmax": "after"}, "is of softmax scores, .*: pass --router-softmax"),
         ({"router_groups": 4}, "experts = 6 cannot be cut into router_groups = 4 .*: pass --router-groups"),

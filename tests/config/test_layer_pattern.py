@@ -96,6 +96,28 @@ def test_windows_are_counted_by_layer():
     assert fusable.window is None and mask_of(False, fusable) == mask_of(False, costs.attention) == "windows"
 
 
+def test_chunks_are_counted_by_layer():
+    """16 tokens are three chunks of 5 and one of 1; every fourth layer sees all."""
+    words = ("chunked.chunked_attention=5", "global.positions=none")
+    model = dataclasses.replace(MIXED, layer_pattern="chunked*3,global", kind_fields=words)
+    attention = model_costs(model).attention
+    chunked = 3 * 25 / 2 + 1 / 2
+    assert attention.pairs(16) == pytest.approx((3 * chunked + 16 * 16 / 2) / 4)
+    assert mask_of(False, model_class(model).fusable_attention(model)) == mask_of(False, attention) == "windows"
+    alike = dataclasses.replace(small.LLAMA, chunked_attention=5, sliding_window=2)
+    alike.validate()
+    assert model_costs(alike).attention.pairs(16) == 3 * 2 * (10 - 2) / 2 + 1 / 2
+    assert mask_of(False, model_class(alike).fusable_attention(alike)) == "windows"
+    whole = dataclasses.replace(alike, chunked_attention=alike.sequence_length)
+    assert whole.attention_chunks == (None,) and mask_of(False, model_costs(whole).attention) is None
+
+
+def test_a_kind_without_positions_has_no_scaling():
+    """The model's is of the layers that rotate."""
+    fields = {"rotary_scaling": "llama3", "rotary_factor": 4.0}
+    dataclasses.replace(small.LLAMA, layer_pattern="a,b", kind_fields=("b.positions=none",), **fields).validate()
+
+
 @pytest.mark.parametrize("field", ["attention_sinks", "attention_softcap"])
 def test_rings_have_neither_caps_nor_sinks(field):
     model = dataclasses.replace(MIXED, **{field: True if field == "attention_sinks" else 5.0})

@@ -7,7 +7,7 @@ from tests.interop import make_golden
 from tests.interop.make_golden import COMMON, VOCABULARY
 
 LAYERS = 6
-RECURRENT = ("mamba2", "qwen3_next")
+RECURRENT = ("mamba2", "qwen3_next", "granitemoehybrid", "nemotron_h")
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -134,6 +134,61 @@ def configs(layers: int = LAYERS) -> dict:
             linear_key_head_dim=6,
             linear_value_head_dim=10,
         ),
+        "llama4_text": t.Llama4TextConfig(
+            **wide | experts | {"num_experts_per_tok": 1},
+            intermediate_size_mlp=20,
+            num_local_experts=4,
+            interleave_moe_layer_step=3,
+            no_rope_layer_interval=2,
+            attention_chunk_size=5,
+            attn_scale=0.5,
+            floor_scale=4,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 16,
+            },
+        ),
+        "granitemoehybrid": t.GraniteMoeHybridConfig(
+            **sizes | experts | {"num_key_value_heads": 2},
+            shared_intermediate_size=20,
+            num_local_experts=4,
+            layer_types=["mamba", "attention", "mamba"] * (layers // 3),
+            mamba_n_heads=4,
+            mamba_d_head=8,
+            mamba_n_groups=2,
+            mamba_d_state=6,
+            mamba_chunk_size=4,
+            embedding_multiplier=3.0,
+            logits_scaling=6.0,
+            residual_multiplier=0.4,
+            attention_multiplier=0.3,
+        ),
+        "nemotron_h": t.NemotronHConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            layers_block_type=["linear_attention", "moe", "full_attention", "moe", "linear_attention", "moe"][:layers],
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=64,
+            ssm_state_size=6,
+            mamba_num_heads=4,
+            mamba_head_dim=8,
+            n_groups=2,
+            chunk_size=4,
+            time_step_min=0.3 if layers == 3 else 0.001,  # which transformers has not where it decodes token by token
+            n_routed_experts=4,
+            moe_intermediate_size=8,
+            moe_shared_expert_intermediate_size=12,
+            routed_scaling_factor=1.5,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=None,
+        ),
         "mamba2": t.Mamba2Config(
             hidden_size=16,
             num_hidden_layers=layers,
@@ -200,5 +255,5 @@ FAMILIES = (
         "starcoder2",
     ),
     *("ministral", "ministral3", "exaone4", "seed_oss", "glm4_moe", "qwen2_moe", "gpt_oss"),
-    *("deepseek_v2", "deepseek_v3", "mamba2", "qwen3_next"),
+    *("deepseek_v2", "deepseek_v3", "mamba2", "qwen3_next", "llama4_text", "granitemoehybrid", "nemotron_h"),
 )

@@ -244,7 +244,7 @@ def test_a_model_of_no_family_names_the_field(fields, words):
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        ("mixtral-8x7b", {"shared_feedforward": 1024}, "shared_feedforward = 1024"),
+        ("mixtral-8x7b", {"shared_feedforward": 1024, "sliding_window": 4096}, "shared_feedforward = 1024"),
         ("mixtral-8x7b", {"router_softmax": "before", "router_normalize": False}, "router_normalize = False"),
         ("qwen3-30b-a3b", {"balance_bias_rate": 0.001}, "balance_bias_rate = 0.001"),
         ("qwen3-30b-a3b", {"query_key_norm": False, "router_normalize": False}, "router_normalize = False"),
@@ -262,6 +262,8 @@ def test_a_sparse_model_of_no_family_names_the_field(name, fields, words):
     [
         ("mixtral-8x7b", {"router_softmax": "before"}, "mixtral"),  # normalized: the same weights
         ("mixtral-8x7b", {"query_key_norm": True}, "qwen3_moe"),
+        ("mixtral-8x7b", {"shared_feedforward": 1024}, "granitemoehybrid"),
+        ("llama3-8b", {"logit_multiplier": 0.5}, "granite"),
         ("mixtral-8x7b", {"balance_loss": 0.3, "router_z_loss": 0.1, "sliding_window": 4096}, "mixtral"),
         ("qwen3-30b-a3b", {"router_softmax": "after", "router_normalize": False}, "qwen3_moe"),
         ("qwen3-30b-a3b", {"sliding_window": 4096}, "qwen3_moe"),

@@ -48,6 +48,7 @@ LAYOUTS = {
 }
 # Ring attention has no soft caps, sinks and states, and needs stages with one order of dense and sparse layers.
 WITHOUT_CONTEXT = ("deepseek_v2", "deepseek_v3", "gemma2", "glm4_moe", "gpt_oss", "qwen2_moe", "mamba2", "qwen3_next")
+WITHOUT_CONTEXT += ("granitemoehybrid", "nemotron_h")
 CASES = [
     (family, layout)
     for family in FAMILIES
@@ -307,6 +308,31 @@ def test_blocks_in_fp8_are_dequantised(tmp_path):
     training = training_of(found)
     one, two = (initial_params(str(directory), training) for directory in (quantized, whole))
     jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
+        ("granitemoehybrid", {"layer_types": ["full_attention"] * 6}),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "mlp"]}),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention"] * 2}),
+        ("llama4_text", {"interleave_moe_layer_step": 1, "moe_layers": None, "use_qk_norm": False}),
+        ("llama4_text", {"attention_chunk_size": None, "layer_types": None, "attn_temperature_tuning": False}),
+        ("llama4_text", {"no_rope_layers": [1] * 6, "layer_types": None, "attention_bias": True}),
+    ],
+)
+def test_variants_of_hybrids_and_llama4(family, changes, tmp_path):
+    """Without experts, without Mamba-2, with one kind of layers: logits, and config.json there and back."""
+    was = configs()[family].to_dict()
+    model = random_model(type(configs()[family])(**was | changes))
+    model.save_pretrained(tmp_path)
+    found, config = read_config(tmp_path)
+    assert family_of_model(config, family)[0].name == found.name == family
+    training = training_of(dataclasses.replace(config, sequence_length=LENGTH))
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(tokens())).logits.float().numpy()
+    np.testing.assert_allclose(logits_of(training, initial_params(str(tmp_path), training)), wanted, rtol=0, atol=1e-4)
 
 
 def test_kimi_is_deepseek_by_another_name(tmp_path):

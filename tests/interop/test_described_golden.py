@@ -55,7 +55,7 @@ def golden(family: str):
     return model, params, np.load(directory / "logits.npy")
 
 
-SLOW = ("phi3", "granite", "qwen2_moe", "gpt_oss", "deepseek_v2", "mamba2")
+SLOW = ("phi3", "granite", "qwen2_moe", "gpt_oss", "deepseek_v2", "mamba2", "granitemoehybrid")
 CACHED_QUICK = ("gpt_oss", "deepseek_v3")
 
 

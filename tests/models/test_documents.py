@@ -14,6 +14,17 @@ from tests import small
 MODELS = pytest.mark.parametrize("model", [small.MODEL, small.LLAMA], ids=["gpt", "llama"])
 TINY = dataclasses.replace(small.LLAMA, layers=2)
 WINDOW = dataclasses.replace(small.LLAMA, layers=4, sliding_window=5)
+CHUNKS = dataclasses.replace(
+    small.LLAMA,
+    layers=4,
+    rotated_norm=True,
+    layer_pattern="chunked,global",
+    query_growth_first=1,
+    query_growth_length=3,
+)
+CHUNKS = dataclasses.replace(
+    CHUNKS, kind_fields=("chunked.chunked_attention=3", "global.positions=none", "global.query_growth=0.5")
+)
 END = 0
 
 
@@ -52,6 +63,10 @@ RUNS = {
     "llama": (small.LLAMA, (1, 2, 2), {"schedule": "zb_h1", "recompute": "none"}),
     "tokamax": (small.LLAMA, (1, 2, 2), {"schedule": "zb_h1", "recompute": "none", "attention": "tokamax"}),
     "tokamax, window": (WINDOW, (1, 2, 2), {"recompute": "full", "attention": "tokamax"}),
+    "chunks": (CHUNKS, (1, 2, 2), {"schedule": "zb_h1", "recompute": "none"}),
+    "tokamax, chunks": (CHUNKS, (1, 2, 2), {"attention": "tokamax"}),
+    "context, chunks": (CHUNKS, (2, 1, 1), {"schedule": "gpipe", "context": 4, "attention": "xla"}),
+    "exchange, chunks": (CHUNKS, (1, 2, 1), {"context": 2, "context_exchange": "all_to_all", "attention": "xla"}),
     "context": (small.MODEL, (1, 2, 2), {"chunks": 2, "context": 2, "attention": "xla"}),
     "context, window": (WINDOW, (2, 1, 1), {"schedule": "gpipe", "context": 4, "attention": "xla"}),
     "context, tiny": (TINY, (1, 1, 1), {"schedule": "gpipe", "context": 2, "attention": "xla"}),

@@ -129,6 +129,30 @@ def test_inverses_of_triangular_matrices():
         (MAMBA, {"recurrent_groups": 3}, {}, "recurrent_groups = 3 does not divide the 4 heads: pass"),
         (MAMBA, {"lora": 2}, {}, "lora = 2 .* mixer = mamba2 does not have: pass --lora 0"),
         (MAMBA, {"experts": 4}, {}, "feedforward = 0 .* experts = 4 needs one: pass --feedforward SIZE"),
+        (
+            MAMBA,
+            {"mixer": "none"},
+            {},
+            "mixer = none and feedforward = 0 leave a block nothing: pass --feedforward SIZE",
+        ),
+        (
+            MAMBA,
+            {"mixer": "none", "feedforward": 8, "norm_placement": "both"},
+            {},
+            "mixer = none leaves a block its MLP alone, and norm_placement = both .* pass --norm-placement pre",
+        ),
+        (
+            MAMBA,
+            {
+                "layer_pattern": "a,b",
+                "kind_fields": ("b.mixer=none",),
+                "feedforward": 8,
+                "experts": 4,
+                "dense_layers": 1,
+            },
+            {},
+            "dense_layers and moe_layer_freq choose among layers with MLPs",
+        ),
         (MAMBA, {}, {"tensor": 4}, "recurrent_groups = 2 cannot be split over tensor = 4: pass"),
         (DELTA, {}, {"context": 2}, "context = 2 cuts sequences, and mixer = gated_delta .* pass --context 1"),
         (DELTA, {}, {"tensor_overlap": "ring"}, "tensor_overlap = ring cuts .* pass --tensor-overlap none"),
@@ -173,11 +197,40 @@ def test_mixers_are_kinds_of_layers():
         HYBRID.check_parallel(ParallelConfig(tensor=4))
 
 
-@pytest.mark.parametrize("config", [MAMBA, DELTA, HYBRID], ids=["mamba2", "gated_delta", "hybrid"])
+ALONE = dataclasses.replace(
+    MAMBA,
+    layers=6,
+    mixer="attention",
+    feedforward=24,
+    layer_pattern="M,F,A,F",
+    kind_fields=("M.mixer=mamba2", "F.mixer=none"),
+    activation="squared_relu",
+    experts=4,
+    shared_feedforward=16,
+)
+
+
+def test_layers_that_are_mlps_alone():
+    """Then no other layer has an MLP, or experts."""
+    ALONE.validate()
+    assert ALONE.layer_kinds == ("mamba2", "none", "attention", "none", "mamba2", "none")
+    for kind in set(ALONE.layer_kinds):
+        own = ALONE.of_kind(kind)
+        own.validate()
+        assert own.mixer == kind and own.block_norms == 1
+        assert (own.feedforward_size, own.experts) == ((24, 4) if kind == "none" else (0, 0))
+    unused = 2 * (ALONE.hidden + ALONE.hidden) * 24 * 3  # two of four experts, in three layers
+    assert ALONE.parameters - ALONE.active_parameters == unused
+
+
+@pytest.mark.parametrize(
+    "config", [MAMBA, DELTA, HYBRID, ALONE], ids=["mamba2", "gated_delta", "hybrid", "layers of one part"]
+)
 def test_parameters_are_counted(config):
     model = small.build_model(config)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     padding = 2 * (128 - config.vocabulary) * config.hidden
-    measured = 6 * 4 if config.experts else 0  # what routers report is no parameter
+    sparse = sum(config.of_kind(kind).experts > 0 for kind in config.layer_kinds or ())
+    measured = 6 * sparse  # what routers report is no parameter
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes)) - padding - measured
     assert count == config.parameters == model.costs().parameters

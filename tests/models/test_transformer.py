@@ -181,6 +181,12 @@ def test_a_block_stashes_exactly_the_named_values(config, dropout, mode):
         dict(norm_placement="post", query_key_norm=True, query_key_norm_over="projection"),
         dict(norm_placement="both", norm_offset=True, attention_softcap=5.0, residual_multiplier=0.5),
         dict(norm_placement="parallel", rotary_pairs="neighbours", attention_scale=0.3),
+        dict(
+            rotated_norm=True,
+            layer_pattern="a,b",
+            kind_fields=("a.chunked_attention=4", "b.positions=none", "b.query_growth=0.5"),
+        ),
+        dict(mixer="none", activation="squared_relu"),
         dict(attention_sinks=True, output_biases=True, layer_pattern="a,b", kind_fields=("a.sliding_window=4",)),
     ],
 )

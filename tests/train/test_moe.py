@@ -156,6 +156,13 @@ def test_dispatch_by_all_to_all(config, case, dispatch):
     check(config, (*sizes, options | {"expert_dispatch": dispatch}))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, {"expert": 2, "expert_dispatch": "all_to_all"}], ids=str)
+def test_inputs_of_experts_are_weighted(how):
+    """As Llama 4's are."""
+    check(dense_experts.INPUTS, ((2, 2, 1), "zb_h1", 1, 4, {"recompute": "none"} | how))
+
+
 @pytest.mark.parametrize("case", slow(DROPPING_LONG), ids=str)
 def test_dropped_choices(case):
     """Which ones depends on the sample alone; the rows that no expert takes are not computed."""

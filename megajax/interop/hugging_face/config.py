@@ -33,7 +33,7 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 REPLACED = ("quantization_config", "rope_scaling", "rope_theta", "partial_rotary_factor")
 REPLACED += ("original_max_position_embeddings",)
 STATES = ("recurrent_heads", "recurrent_head_size", "recurrent_groups", "recurrent_state")  # of recurrent mixers
-STATES += ("recurrent_convolution", "recurrent_chunk")
+STATES += ("recurrent_convolution", "recurrent_chunk", "recurrent_least_step")
 # Fields of a ModelConfig that config.json does not have, or that change no logits.
 FREE = ("name", "dropout", "init_deviation", "balance_loss", "router_z_loss", "choices")
 
@@ -137,8 +137,8 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[F
       ConfigError: there is none; the message names the fields that the nearest one does not have.
     """
     nearest: tuple[str, list[str]] | None = None
-    wanted = type(model), model.experts > 0
-    families = [family for family in FAMILIES.values() if (family.config, family.has_experts) == wanted]
+    of_experts = (model.experts > 0, None)
+    families = [one for one in FAMILIES.values() if one.config is type(model) and one.has_experts in of_experts]
     families = [family for family in families if model.kv_latent or not family.has_latents]
     for family in sorted(families, key=lambda family: family.name != preferred):
         keys = {"architectures": [family.architecture], "model_type": family.name} | family.write(model)
@@ -193,6 +193,14 @@ def _states(model: ModelConfig) -> dict[str, int]:
     return {"recurrent_heads": model.state_heads, "recurrent_head_size": model.state_head_size}
 
 
+def _growth(model: ModelConfig, grows: bool) -> dict[str, int | None]:
+    """The fields of `query_growth`, explicit, or without an effect."""
+    usual = {"query_growth_first": 0, "query_growth_length": None}
+    return (
+        {"query_growth_first": model.query_growth_first, "query_growth_length": model.growth_length} if grows else usual
+    )
+
+
 def _explicit(model: ModelConfig) -> ModelConfig:
     """The model with computed values in place of None, and fields without an effect at their defaults.
 
@@ -209,12 +217,15 @@ def _explicit(model: ModelConfig) -> ModelConfig:
             "layer_pattern": layer_pattern_of([f"kind{number}" for number in numbers]),
             "kind_fields": words_of(own),
         }
-        alike = {name: usual[name].default for name in KIND_FIELDS}
+        alike = {name: usual[name].default for name in KIND_FIELDS} | {"rotated_norm": model.rotated_norm}
+        alike |= _growth(model, any(one.query_growth for one in each))
         base = next((one for one in kinds.values() if one.mixer == "attention"), kinds["kind0"])
         return dataclasses.replace(base, **pattern, **alike | has_states)
     model = each[0]
     if model.positions != "rotary":
         idle = {name: field.default for name, field in usual.items() if name.startswith("rotary_")}
+        idle["rotated_norm"] = False
+    idle |= _growth(model, model.query_growth > 0)
     if model.rotary_scaling != "yarn":
         idle["rotary_truncate"] = True
     if model.activation != "clamped_swiglu":
@@ -223,7 +234,8 @@ def _explicit(model: ModelConfig) -> ModelConfig:
     for name in {name for names in SCALINGS.values() for name in names} - set(used):
         idle[name] = usual[name].default
     if not model.experts:
-        idle |= {name: usual[name].default for name in ("experts_per_token", "router_softmax", "router_normalize")}
+        of_experts = ("experts_per_token", "router_softmax", "router_normalize", "expert_weighted")
+        idle |= {name: usual[name].default for name in of_experts}
     elif model.router_softmax == "after":  # the same as a softmax before the choice whose weights are normalized
         idle |= {"router_softmax": "before", "router_normalize": True}
     if model.experts and len(set(kinds := model_kinds(model))) > 1:

@@ -10,8 +10,9 @@ from megajax.config import ModelConfig
 from megajax.config.layer_kinds import DENSE
 from megajax.interop.hugging_face.description import LAYER, Description, Fields, described
 from megajax.interop.hugging_face.keys import Keys
+from megajax.interop.hugging_face.llama4_family import LLAMA4
 from megajax.interop.hugging_face.llama_families import write_rotary
-from megajax.interop.hugging_face.recurrent_families import QWEN3_NEXT
+from megajax.interop.hugging_face.recurrent_families import GRANITE_HYBRID, QWEN3_NEXT
 from megajax.interop.hugging_face.tensors import (
     KEY,
     QUERIES,
@@ -268,7 +269,10 @@ DESCRIPTIONS = (
         },
         legal=NO_BIASES | {"mlp_bias": False, "sliding_window": None},
         read=lambda keys, fields: {"logit_multiplier": float(f"{1 / keys.positive('logits_scaling'):.15g}")},
-        write=lambda model: {"logits_scaling": float(f"{1 / model.logit_multiplier:.12g}")},
+        write=lambda model: {
+            "logits_scaling": float(f"{1 / model.logit_multiplier:.12g}"),
+            "attention_multiplier": model.attention_scale or model.head_dimension**-0.5,
+        },
     ),
     Description(
         "cohere2",
@@ -372,6 +376,8 @@ DESCRIPTIONS = (
         has_experts=True,
     ),
     QWEN3_NEXT,
+    LLAMA4,
+    GRANITE_HYBRID,
 )
 
 DESCRIBED_FAMILIES = tuple(map(described, DESCRIPTIONS))

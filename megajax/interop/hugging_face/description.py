@@ -57,7 +57,7 @@ class Description:
     by_type: bool = False
     head_size: int = 0
     padding: int = 0
-    has_experts: bool = False
+    has_experts: bool | None = False
     free: tuple[str, ...] = ()
 
     def table(self, llama: Table) -> Table:

@@ -92,6 +92,7 @@ KINDS: dict[str, type] = dict.fromkeys(("tied_embeddings", "qkv_biases", "output
 KINDS |= dict.fromkeys(("init_deviation", "norm_epsilon", "attention_scale", "attention_softcap"), float)
 KINDS |= dict.fromkeys(("logit_softcap", "logit_multiplier", "embedding_multiplier", "residual_multiplier"), float)
 KINDS |= {"activation_limit": float, "router_scale": float, "router_normalize": bool, "query_key_norm": bool}
+KINDS["recurrent_least_step"] = float
 COMPUTED = {"feedforward": "feedforward_size", "kv_heads": "key_value_heads", "qkv_biases": "has_qkv_biases"}
 COMPUTED |= {"output_biases": "has_output_biases"}
 
@@ -121,7 +122,8 @@ class Family:
       read: the fields of a model's configuration from its keys.
       write: its keys from the configuration.
       config: the type of the configuration.
-      has_experts, has_latents: whether its blocks have experts, and latent attention.
+      has_experts: whether its blocks have experts; None: some of its models have.
+      has_latents: whether they have latent attention.
       free: fields that no key has.
     """
 
@@ -130,6 +132,6 @@ class Family:
     read: Callable[[Keys], dict[str, Any]]
     write: Callable[[Any], dict[str, Any]]
     config: type[ModelConfig] = ModelConfig
-    has_experts: bool = False
+    has_experts: bool | None = False
     has_latents: bool = False
     free: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from megajax.interop.hugging_face.described_families import DESCRIPTIONS
+from megajax.interop.hugging_face.nemotron_family import NEMOTRON_H
 from megajax.interop.hugging_face.recurrent_families import MAMBA2
 from megajax.interop.hugging_face.tensors import (
     GATE,
@@ -240,6 +241,7 @@ TABLES = {
     "qwen3_moe": QWEN3_MOE,
     "olmoe": OLMOE,
     "mamba2": MAMBA2,
+    "nemotron_h": NEMOTRON_H,
     "megatron": MEGATRON,
     "megatron_gated": MEGATRON_GATED,
     "bert": BERT,

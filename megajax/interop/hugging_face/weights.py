@@ -159,8 +159,10 @@ def pieces_of(family: str, name: str, kinds: tuple[str, ...] | None = None) -> t
     of_blocks = kinds is not None and name.startswith("blocks/")
     kind, _, rest = name.removeprefix("blocks/").partition("/") if of_blocks else ("", "", "")
     is_dense = kind.endswith(DENSE)
-    is_mlp = is_dense and rest.startswith("feedforward/")  # all sparse families have llama's MLP in dense layers
-    pieces = TABLES["llama" if is_mlp else family].leaves.get(f"blocks/{rest}" if of_blocks else name)
+    leaf = f"blocks/{rest}" if of_blocks else name
+    pieces = TABLES[family].leaves.get(leaf)
+    if pieces is None and is_dense and rest.startswith("feedforward/"):  # of families whose table has experts only
+        pieces = TABLES["llama"].leaves.get(leaf)
     if pieces is None:
         raise ConfigError(f"the parameter {name} has no tensor in a {family} of Hugging Face")
     if not of_blocks:

@@ -18,7 +18,7 @@ from megajax.models.feedforward import Linear
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.lora import adapters
 from megajax.models.nnx_model import named_key, parameter
-from megajax.models.norms import HeadNorm, ProjectionNorm
+from megajax.models.norms import HeadNorm, ProjectionNorm, unweighted_norm
 from megajax.models.rotary import of_layer, rotary_tables, rotate, table_of_layer
 from megajax.ops.attention import SCORES, Scoring, plain_attention
 from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
@@ -92,10 +92,15 @@ class Attention(nnx.Module):
             table = table_of_layer(self.config, tables, layer)
             neighbours = self.config.rotary_pairs == "neighbours"
             query, key = (rotate(x, table, neighbours) for x in (query, key))
-        if self.config.query_growth:
-            length = self.config.rotary_original_length or self.config.sequence_length
-            places = microbatch.get("positions", jnp.arange(query.shape[1])[None])
-            growth = 1 + self.config.query_growth * jnp.log1p((places // length).astype(jnp.float32))
+        if self.config.rotated_norm:
+            rotates = self._own([int(one.positions == "rotary") for one in variants(self.config)], layer) > 0
+            normed = (unweighted_norm(x, self.config.norm_epsilon) for x in (query, key))
+            query, key = (jnp.where(rotates, new, x) for new, x in zip(normed, (query, key), strict=True))
+        rates = [one.query_growth for one in variants(self.config)]
+        if any(rates):
+            places = microbatch.get("positions", jnp.arange(query.shape[1])[None]) + self.config.query_growth_first
+            steps = jnp.log1p((places // self.config.growth_length).astype(jnp.float32))
+            growth = 1 + self._own(rates, layer) * steps
             query = query * growth[:, :, None, None, None].astype(query.dtype)
         if self.config.attention_scale is not None:  # of attention's own
             query = query * jnp.asarray(self.config.attention_scale * self.config.head_dimension**0.5, query.dtype)
@@ -115,12 +120,24 @@ class Attention(nnx.Module):
         key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
         return tuple(self.constrain(whole(x), *QKV[: x.ndim]) for x in (query, key, value))
 
-    def window(self, layer: jax.Array) -> jax.Array | int | None:
-        """The latest tokens that a token of a layer attends to; None: all layers have all. Of several an int32 scalar."""
-        if len(self.config.attention_windows) == 1:
-            return self.config.attention_windows[0]
-        each = [one.attention_window or self.config.sequence_length for one in variants(self.config)]
-        return of_layer(each, variant_numbers(self.config), layer)
+    def _own(self, values: list, layer: jax.Array) -> Any:
+        """Of the values of each kind of layers that of one layer: a number if all are the same, else a scalar."""
+        return values[0] if len(set(values)) == 1 else of_layer(values, variant_numbers(self.config), layer)
+
+    def window(self, layer: jax.Array, positions: jax.Array) -> jax.Array | int | None:
+        """The latest tokens that a token of a layer attends to; None: all layers have all.
+
+        Where layers differ an int32 scalar; with chunks, which begin at position 0 and of which a token sees what there is
+        up to it, of the shape of `positions`.
+        """
+        each, length, windows = variants(self.config), self.config.sequence_length, self.config.attention_windows
+        found = windows[0]
+        if len(windows) > 1:
+            found = self._own([one.attention_window or length for one in each], layer)
+        if any(self.config.attention_chunks):
+            inside = positions % self._own([one.attention_chunk or length for one in each], layer) + 1
+            found = inside if found is None else jnp.minimum(found, inside)
+        return found
 
     def __call__(
         self,
@@ -140,7 +157,14 @@ class Attention(nnx.Module):
         Returns:
           The result, of y's shape; and with a cache y's entries in it (`cache_arrays`).
         """
-        window, document, entries, gate = self.window(layer), microbatch.get("document"), {}, None
+        document, entries, gate = microbatch.get("document"), {}, None
+        places = jnp.arange(y.shape[1], dtype=jnp.int32)[None]
+        positions = microbatch.get("positions", places)
+        if cache is not None:  # as the masks have it, whose last axis is of keys
+            positions = positions[..., None]
+        elif self.operations.attend is None:
+            positions = positions[:, None, None, :, None]
+        window = self.window(layer, positions)
         drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
         sinks = self.sinks[...].reshape(self.groups, -1) if self.config.attention_sinks else None
         scoring = Scoring(drop, self.config.attention_softcap, sinks)
@@ -152,8 +176,9 @@ class Attention(nnx.Module):
         elif self.operations.attend is None:
             context = plain_attention(query, key, value, scoring, self.constrain, document, window, **both_ways)
         else:
-            if len(self.config.attention_windows) > 1:  # as kernels take it: the first key of each query
-                places = microbatch.get("places", jnp.arange(y.shape[1], dtype=jnp.int32)[None])
+            if len(self.config.attention_windows) > 1 or any(self.config.attention_chunks):
+                # as kernels take it: the first key of each query
+                places = microbatch.get("places", places)
                 reach = jnp.broadcast_to(jnp.maximum(places - (window - 1), 0), query.shape[:2])
                 document = reach if document is None else jnp.maximum(document, reach)
             context = self.operations.attend(query, key, value, document, **both_ways)

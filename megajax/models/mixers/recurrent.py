@@ -139,6 +139,8 @@ class Recurrent(nnx.Module):
         query, key, value = jnp.split(convolved, (config.recurrent_state, 2 * config.recurrent_state), -1)
         steps = jnp.split(steps.astype(jnp.float32), steps.shape[-1] // self.heads[1], -1)
         time = jax.nn.softplus(steps[-1] + self.step_bias[...].astype(jnp.float32))
+        if config.recurrent_least_step:
+            time = jnp.maximum(time, config.recurrent_least_step)
         decay, weight = -jnp.exp(self.log_rate[...].astype(jnp.float32)) * time, self.weight(time, steps)
         if cache is not None:
             decay, weight = (jnp.where(real, x, 0) for x in (decay, weight))
