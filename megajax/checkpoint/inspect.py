@@ -113,12 +113,12 @@ def _show(path: Path, verify: bool) -> bool:
     of_experts = ("experts", "experts_per_token", "shared_feedforward")
     of_experts += ("router_groups", "router_group_choices", "router_group_best")
     unused = [*of_experts] if not model.get("experts") else []
-    unused += [name for name in ("dense_layers", "lora", "kv_latent", "query_latent") if not model.get(name)]
     if model.get("mixer", "attention") == "attention" and not any(
         "mixer=" in one for one in model.get("kind_fields", ())
     ):
         unused += [name for name in model if name.startswith("recurrent_")]
-    sizes = ", ".join(f"{name} {value}" for name, value in model.items() if type(value) is int and name not in unused)
+    used = {name: value for name, value in model.items() if type(value) is int and value and name not in unused}
+    sizes = ", ".join(f"{name} {value}" for name, value in used.items())
     print(one_line(str(path)))
     print(
         f"  step {progress.step}, {counted(progress.samples, 'sample')}, {progress.skipped} skipped; "
