@@ -229,15 +229,12 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         )
         elementwise += self.norms(backward=True)
         if self.program.gates_in_one_pass and is_gated(self.model) and not self.model.experts:
-            elementwise += self.traffic(-self._gates * (1.5 if self.program.keeps_activation else 1), -1)
+            elementwise += self.traffic(-self._gates, -1)
         return products + again + self.attention[1] + elementwise + self._repeated(1) + self.expert_traffic(1)
 
     @property
     def _gates(self) -> float:
-        """Bytes of gate and gated value, which the backward reads once where it would read them twice.
-
-        An activation that it has, and does not compute again, is half as many.
-        """
+        """Bytes of gate and gated value, which the backward reads once where it would read them twice."""
         values = [one for one in self.model.kept if one.name == "up"]
         return self.rows * self.item * sum(one.per_token for one in values) / self.parallel.tensor
 

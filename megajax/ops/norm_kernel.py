@@ -9,6 +9,7 @@ Shapes: b samples, s tokens, n elements that are normed.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -95,19 +96,27 @@ def saved_norm(
     place: jax.Array,
     scale: jax.Array,
     *terms: jax.Array,
+    before: Sequence[int | None] = (),
     epsilon: float,
     is_split: bool,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`norm_and_save` on each tensor rank's shards; for other arguments see `NormGradients`."""
     rows = P(None, TENSOR) if is_split else P()
-    local = partial(norm_and_save, epsilon=epsilon, interpret=interpret)
-    specs = (P(None, *rows), P(), P(), *(rows for _ in terms)), (P(None, *rows), rows)
+    local = partial(norm_and_save, before=before, epsilon=epsilon, interpret=interpret)
+    of_terms = (P(None, *rows) if x.ndim == stack.ndim else rows for x in terms)
+    specs = (P(None, *rows), P(), P(), *of_terms), (P(None, *rows), rows)
     return on_tensor_shards(local, *specs)(stack, place, scale, *terms)
 
 
 def norm_and_save(
-    stack: jax.Array, place: jax.Array, scale: jax.Array, *terms: jax.Array, epsilon: float, interpret: bool = False
+    stack: jax.Array,
+    place: jax.Array,
+    scale: jax.Array,
+    *terms: jax.Array,
+    before: Sequence[int | None] = (),
+    epsilon: float,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(stack with x at stack[place], where it is; the norm of x), x the sum of one or two terms, rounded.
 
@@ -115,17 +124,18 @@ def norm_and_save(
       stack: [m, b, s, n].
       place: int32.
       scale: [n].
-      terms: [b, s, n].
+      terms: [b, s, n]; or another stack [m, b, s, n], of which the term is a part.
+      before: for each term None, or how many places before `place` the part is, from 0 to m; () is None for all.
       epsilon, interpret: see `NormGradients`.
     """
-    shape, dtype = terms[0].shape, terms[0].dtype
+    shape, dtype, before = stack.shape[1:], stack.dtype, tuple(before) or (None,) * len(terms)
     whole = stack.reshape(len(stack), -1, shape[-1])
-    terms = [x.reshape(whole.shape[1:]) for x in terms]
+    terms = [x.reshape(*x.shape[:-3], *whole.shape[1:]) for x in terms]
     inputs = [whole, place[None], scale, *terms]
-    results = [(whole.shape, dtype), (terms[0].shape, dtype)]
-    programs, settings = _programs(*terms[0].shape, SAVING, interpret)
+    results = [(whole.shape, dtype), (whole.shape[1:], dtype)]
+    programs, settings = _programs(*whole.shape[1:], SAVING, interpret)
     whole, y = pallas_call(
-        partial(_saving_kernel, epsilon, len(terms[0]) // programs),
+        partial(_saving_kernel, epsilon, before, whole.shape[1] // programs),
         inputs,
         [whole_block(x.shape) for x in inputs],
         results,
@@ -210,16 +220,21 @@ def _kernel(epsilon, count, *refs):
     store(parts_ref.at[program, columns], total)
 
 
-def _saving_kernel(epsilon, count, _, place_ref, scale_ref, *refs):
+def _saving_kernel(epsilon, before, count, _, place_ref, scale_ref, *refs):
     """The next `count` rows, one after the other."""
     *term_refs, stack_ref, y_ref = refs
     width, place, program = y_ref.shape[-1], place_ref[0], pallas().program_id(0)
     columns, load, store = _columns(width, program)
     scale = load(scale_ref.at[columns])
+    parts = [
+        () if back is None else (lax.rem(place + (ref.shape[0] - back), ref.shape[0]),)
+        for ref, back in zip(term_refs, before, strict=True)
+    ]
 
     def one(index, _):
         row = program * count + index
-        x = sum(load(ref.at[row, columns]) for ref in term_refs).astype(y_ref.dtype)
+        terms = (load(ref.at[(*part, row, columns)]) for ref, part in zip(term_refs, parts, strict=True))
+        x = sum(terms).astype(y_ref.dtype)
         store(stack_ref.at[place, row, columns], x)
         x = x.astype(jnp.float32)
         store(y_ref.at[row, columns], (x * lax.rsqrt((x * x).sum() / width + epsilon) * scale).astype(y_ref.dtype))

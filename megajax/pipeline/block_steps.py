@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
-from megajax.pipeline.early_stash import stash_as_computed
+from megajax.pipeline.early_stash import saved_residual, stash_as_computed
 from megajax.pipeline.jaxprs import Addend, fp32_gradients, freed_arguments, reading_in_place, resharding
 from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.norm_equations import with_merged_norms
@@ -124,16 +124,28 @@ class BlockSteps:
 
         return step
 
-    def forward_step(self, work: ChunkWork, *, early: bool = False) -> Callable:
+    def residual(self, x: Tree, work: ChunkWork) -> tuple[int, int] | None:
+        """`residual` of `early_stash.stash_as_computed` for a loop over all blocks; None: blocks return whole sums."""
+        if work.recorder or self.gathers_weights or self.blocks.counts is not None or len(jax.tree.leaves(x)) > 1:
+            return None
+        arguments = self._weights(0), x, work.microbatch, vary(jnp.zeros((), jnp.int32))
+        number = len(jax.tree.leaves(arguments[0]))
+        leaves, structure = jax.tree.flatten(arguments)
+        place = saved_residual(lambda *leaves: self._saving(*structure.unflatten(leaves)), leaves, number)
+        return None if place is None else (number, place)
+
+    def forward_step(
+        self, work: ChunkWork, *, early: bool = False, residual: tuple[int, int] | None = None
+    ) -> Callable:
         """The forward, state (x, the stash's buffer, records); writes to the stash, if `early` as soon as it can
-        (`early_stash.py`), but for ZeRO-3: XLA then gathers weights later.
+        (`early_stash.py`), but for ZeRO-3: XLA then gathers weights later. With `residual` x is what is added to it.
         """
         early = early and not self.gathers_weights
 
         def step(slot, place, zero, state):
             x, buffer, records = state
             number, stash = self.blocks.number(work.stage, slot), dataclasses.replace(work.stash, buffer=buffer)
-            y, buffer = self._stash(place, number, x, work.microbatch, stash, slot, early)
+            y, buffer = self._stash(place, number, x, work.microbatch, stash, slot, early, residual)
             y = self.blocks.select(work.stage, slot, y, x)
             return y, buffer, work.record(records, place, input=x, output=y)
 
@@ -255,13 +267,16 @@ class BlockSteps:
         run = lambda trained, x: self.block(merge(trained, frozen), x, microbatch, layer)  # noqa: E731
         return *jax.vjp(run, trained, x), (microbatch, frozen)
 
-    def _stash(self, place, layer, x: Tree, microbatch: Tree, stash, slot, early: bool) -> tuple[Tree, Tree]:
+    def _saving(self, weights: tuple[Tree, Tree], x: Tree, microbatch: Tree, layer) -> tuple[Tree, Tree]:
+        """(the block's output, what it saves)."""
+        y, vjp, given = self._vjp_of(weights, x, microbatch, layer)
+        return y, (saved_residuals(vjp, given), x)
+
+    def _stash(
+        self, place, layer, x: Tree, microbatch: Tree, stash, slot, early: bool, residual=None
+    ) -> tuple[Tree, Tree]:
         """(the block's output, the stash's buffer with what it saves)."""
-
-        def run(weights, x, microbatch, layer):
-            y, vjp, given = self._vjp_of(weights, x, microbatch, layer)
-            return y, (saved_residuals(vjp, given), x)
-
+        run = self._saving
         arguments, apart = (weights := self._weights(place), x, microbatch, layer), isinstance(stash, SlotApart)
         stacks = self._weight_stacks(weights, place)
         if not early or isinstance(stash, TickStash) or not apart and stash.on_host:
@@ -269,7 +284,7 @@ class BlockSteps:
             return y, stash.write(slot, saved)
         leaves, structure = jax.tree.flatten(arguments)
         flat = lambda *leaves: run(*jax.tree.unflatten(structure, leaves))  # noqa: E731
-        y, buffer = stash_as_computed(flat, leaves, stash.own if apart else stash, slot, stacks)
+        y, buffer = stash_as_computed(flat, leaves, stash.own if apart else stash, slot, stacks, residual)
         return y, stash.replaced(buffer) if apart else buffer
 
     def _add_at(self, total: jax.Array, place, new: jax.Array | Addend, cut: ZeroSharding, keep=None) -> jax.Array:

@@ -13,6 +13,7 @@ Of another value, such as a sum, XLA makes a part of each kernel that reads it. 
 reads it from the stash instead of its terms.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,13 +26,18 @@ from megajax.pipeline.jaxprs import SAME, VIEWS, Parts, inlined_jaxpr, read
 from megajax.pipeline.stash import StashRef
 from megajax.runtime.compat import Literal
 
-__all__ = ["stash_as_computed"]
+__all__ = ["saved_residual", "stash_as_computed"]
 
 Tree = Any
 
 
 def stash_as_computed(
-    function: Callable, arguments: Sequence[jax.Array], stash: StashRef, block, stacks: Sequence = ()
+    function: Callable,
+    arguments: Sequence[jax.Array],
+    stash: StashRef,
+    block,
+    stacks: Sequence = (),
+    residual: tuple[int, int] | None = None,
 ) -> tuple[Tree, Tree]:
     """Evaluates `function(*arguments) -> (result, values to save)` and writes the values to one block's part of the stash.
 
@@ -41,6 +47,8 @@ def stash_as_computed(
       stash: in device memory.
       block: its number in the chunk.
       stacks: of arguments, see `jaxprs.Parts`.
+      residual: (number of the argument x, what `saved_residual` returns for it). Then x is given as what is added to the
+        saved value of that number of the block before, and the result is likewise what is added to this block's.
 
     Returns:
       (the result, the stash's buffer).
@@ -54,12 +62,15 @@ def stash_as_computed(
     unwritten = dict(enumerate(saved))
     norms = _saving_norms(jaxpr, makers, saved)
     later = {place for place, _ in norms.values()}  # written by a norm's kernel, with what it is the sum of
-    waiting = {index for _, indices in norms.values() for index in indices}
+    skipped = {index for _, indices in norms.values() for index in indices}
     at = [stash.place(place, whole, block) for place, whole in enumerate(buffers)]
     written: dict[int, list] = {}  # places of values that are no matmuls' results, and the names of each
-    last_use = {
-        var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if not isinstance(var, Literal)
-    }
+    last_use = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if _root(makers, var)}
+    x, terms_of_x = None, []
+    if residual is not None:
+        x = jaxpr.invars[residual[0]]
+        terms_of_x = [(stash.stack(buffers[residual[1]], at[residual[1]])[0], 1), (values.pop(x), None)]
+        skipped |= {number for number, eqn in enumerate(jaxpr.eqns) if _is_view_of(makers, eqn, x)}
 
     def write(known: Callable) -> None:
         for place in [place for place, var in unwritten.items() if place not in later and known(var)]:
@@ -79,18 +90,22 @@ def stash_as_computed(
     write(lambda var: isinstance(var, Literal) or var in values)
     parts = Parts(jaxpr.invars, arguments, stacks)
     for index, eqn in enumerate(jaxpr.eqns):
-        if index in waiting:
+        if index in skipped:
             continue
         if index in norms:
             place, indices = norms[index]
             var, terms = unwritten.pop(place), jaxpr.eqns[indices[0]].invars if indices else eqn.invars[:1]
-            terms = [read(values, term) for term in terms]
+            of_terms = ([(read(values, one), None)] if _root(makers, one) is not x else terms_of_x for one in terms)
+            terms, before = zip(*itertools.chain.from_iterable(of_terms), strict=True)
             stack, row = stash.stack(buffers[place], at[place])
-            stack, values[eqn.outvars[0]] = saved_norm(stack, row, read(values, eqn.invars[1]), *terms, **eqn.params)
+            scale = read(values, eqn.invars[1])
+            stack, values[eqn.outvars[0]] = saved_norm(stack, row, scale, *terms, before=before, **eqn.params)
             buffers[place] = stack.reshape(buffers[place].shape)
             if indices:
                 value = stash.read_array(lax.optimization_barrier(buffers[place]), at[place])
                 values.update(dict.fromkeys(_names(makers, var), value))
+            elif x is not None:
+                terms_of_x = [(stack, 0)]
         else:
             parts.bind(eqn, values)
         if eqn.primitive.name == "dot_general":
@@ -100,7 +115,49 @@ def stash_as_computed(
                     values.update(dict.fromkeys(names, value))
             written.clear()
         write(lambda var: var in eqn.outvars)  # noqa: B023
+    if residual is not None:
+        results = makers[_root(makers, results[0])].invars[1:]
     return of_result.unflatten(read(values, var) for var in results), jax.tree.unflatten(structure, buffers)
+
+
+def saved_residual(function: Callable, arguments: Sequence[jax.Array], number: int) -> int | None:
+    """Which saved value, by number, the result is the sum of with another one; None if a kernel does not add up both norms.
+
+    Of a block x + f(norm(x)), then + g(norm), of which norms' kernels write x and the first sum to the stash. If its
+    result is not added up, but given to the next block's kernel, which has the first sum in the stash, one kernel less
+    reads and writes. Arguments as for `stash_as_computed`; nothing but a norm and a sum may read x, the argument `number`.
+    """
+    of_result = len(jax.tree.leaves(jax.eval_shape(function, *arguments)[0]))
+    jaxpr = inlined_jaxpr(lambda *leaves: jax.tree.leaves(function(*leaves)), *arguments).jaxpr
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    saved, x = jaxpr.outvars[of_result:], jaxpr.invars[number]
+    norms = {place: (index, indices) for index, (place, indices) in _saving_norms(jaxpr, makers, saved).items()}
+    sums = [place for place, (_, indices) in norms.items() if indices]
+    total = makers.get(_root(makers, jaxpr.outvars[0]))
+    if of_result != 1 or total is None or total.primitive.name != "add" or len(sums) != 1:
+        return None
+    ((_, (start, *_)),) = (norms[place] for place in sums)
+    ends = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in SAME and x in {_root(makers, v) for v in eqn.invars}]
+    normed = [norms[place][0] for place, var in enumerate(saved) if place in norms and _root(makers, var) is x]
+    fits = (
+        sum(_root(makers, var) is x for var in saved) == 1
+        and [jaxpr.eqns[index] for index in normed] == ends[:1]
+        and ends[1:] == [jaxpr.eqns[start]]
+        and _root(makers, ends[1].invars[0]) is x
+        and _root(makers, total.invars[0]) is _root(makers, saved[sums[0]])
+        and total.invars[1].aval == x.aval
+    )
+    return sums[0] if fits else None
+
+
+def _is_view_of(makers: dict, eqn, var) -> bool:
+    """Whether an equation gives another name to the value of `var`."""
+    return eqn.primitive.name in SAME and _root(makers, eqn.outvars[0]) is var
+
+
+def _root(makers: dict, var):
+    """The variable that has the value of `var` and was computed first; None of a literal."""
+    return names[-1] if (names := _names(makers, var)) else None
 
 
 def _saving_norms(jaxpr, makers: dict, saved: list) -> dict[int, tuple[int, list[int]]]:

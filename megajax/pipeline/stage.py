@@ -36,6 +36,7 @@ from megajax.pipeline.chunk_work import ChunkParts, ChunkWork
 from megajax.pipeline.loops import counted_loop, run_one_of, which
 from megajax.pipeline.options import DEFAULT_OPTIONS, MERGED, ExecutorOptions
 from megajax.pipeline.run_in_order import run_in_order
+from megajax.pipeline.stash import SlotApart
 from megajax.pipeline.uneven import StageBlocks
 from megajax.schedules.schedule import BACKWARD, FORWARD
 
@@ -206,9 +207,11 @@ class Stack(ChunkParts):
                 y, buffer, iterations, records = self.forward_stashing(x, ahead, iterations)
             return y, dx, buffer, gradients, iterations, records
 
+        residual = self.kinds[ONE].residual(x, works[0]) if slots else None
+
         def both(starts, slots, low, high, zero, state):
             ahead, back = (work.at_slot(slot) for work, slot in zip(works, slots, strict=True)) if slots else works
-            write = self.kinds[ONE].forward_step(ahead, early=bool(slots))
+            write = self.kinds[ONE].forward_step(ahead, early=bool(slots), residual=residual)
             # With one stage: with several there are few blocks, and a gradient in two shardings is more memory. With ZeRO-3
             # XLA copies what it then saves.
             early = bool(slots) and not self.kinds[ONE].gathers_weights
@@ -217,6 +220,10 @@ class Stack(ChunkParts):
             if early:  # an iteration begins with dy: gathered in the one before, beside the weights' gradients
                 x, dy, *others = state
                 state = x, (dy, self.kinds[ONE].resharded(dy, back)), *others
+            if residual:  # the first block finds its input where the last one will leave its residual, and adds 0
+                x, dy, buffer, *others = state
+                buffer = dataclasses.replace(ahead.stash, buffer=buffer).write_leaf(residual[1], self.per_chunk - 1, x)
+                state = jnp.zeros_like(x), dy, buffer, *others
 
             def one(count, state):
                 x, dy, buffer, gradients, records = state
@@ -252,7 +259,13 @@ class Stack(ChunkParts):
             with jax.named_scope(MERGED):
                 iterations, state = run_one_of(iterations, index, branches, state, always=always)
         x, dy, buffer, gradients, records = state
+        x = self._last_residual(buffer, works[0].stash.slot, residual[1]) + x if residual else x
         return x, dy, buffer, gradients, iterations, records
+
+    def _last_residual(self, buffer: Tree, slot: jax.Array, leaf: int) -> jax.Array:
+        """What a chunk's last block has saved for a leaf in one of two slots; in a branch XLA would copy the slot."""
+        first, second = (SlotApart(buffer, number).read_leaf(leaf, self.per_chunk - 1) for number in range(2))
+        return jnp.where(slot == 0, first, second)
 
     def backward_input(
         self, dy: Tree, work: ChunkWork, gradients: Tree, iterations=0

@@ -160,6 +160,17 @@ class SlotApart:
         first = structure.unflatten(new if number in self.shared else old for number, (old, new) in pairs)
         return first, structure.unflatten(None if number in self.shared else new for number, (_, new) in pairs)
 
+    def write_leaf(self, leaf: int, block: int, value: jax.Array) -> tuple[Tree, ...]:
+        """`buffer` with the value of one block for one leaf, by number."""
+        leaves, structure = jax.tree.flatten((own := self.own).buffer)
+        leaves[leaf] = own.write_array(leaves[leaf], own.place(leaf, leaves[leaf], block), value)
+        return self.replaced(structure.unflatten(leaves))
+
+    def read_leaf(self, leaf: int, block: int) -> jax.Array:
+        """The value of one block for one leaf, by number."""
+        whole = jax.tree.leaves((own := self.own).buffer)[leaf]
+        return own.read_array(whole, own.place(leaf, whole, block))
+
     def after(self, values: Tree) -> tuple[Tree, ...]:
         """`buffer`, with the shared arrays in a form that XLA cannot write to before the values are computed."""
         leaves, structure = jax.tree.flatten(self.buffer[0])

@@ -51,6 +51,16 @@ def test_equal_to_jaxs_gradients(dtype, width, with_residual):
     np.testing.assert_allclose(parts.sum(0), of_scale, rtol=1e-5, atol=1e-5)
 
 
+def test_terms_may_be_parts_of_other_stacks():
+    """One of the place before, round the end; and one of the same place."""
+    stack, scale, _, _ = arrays(jnp.float32, 6)
+    run = jax.jit(partial(norm_and_save, before=(1, 0), epsilon=1e-5, interpret=True))
+    whole, y = run(stack, jnp.int32(0), scale, 2 * stack, 3 * stack)
+    x = 2 * stack[2] + 3 * stack[0]
+    np.testing.assert_allclose(whole, stack.at[0].set(x), rtol=1e-6)
+    np.testing.assert_allclose(y, plain(x, scale), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_a_forward_adds_saves_and_norms(dtype, terms):
@@ -114,10 +124,11 @@ CASES = [
 @pytest.mark.parametrize(("case", "parts", "saves"), CASES, ids=str)
 def test_the_step_is_that_of_the_unpipelined_model(case, parts, saves, monkeypatch):
     """The program for GPUs with jax 0.12, the kernels interpreted."""
-    found, saving = set(), []
+    found, saving, carried = set(), [], set()
 
     def save(stack, place, scale, *terms, **settings):
         saving.append(len(terms))
+        carried.update(settings["before"])
         return norm_and_save(stack, place, scale, *terms, **settings)
 
     monkeypatch.setattr(module, "norm_and_save", save)
@@ -131,6 +142,7 @@ def test_the_step_is_that_of_the_unpipelined_model(case, parts, saves, monkeypat
     check(*case, model=small.LLAMA)
     assert max(found, default=0) == parts or (parts is None and max(found) > 1)
     assert set(saving) == ({1, 2} if saves else set())
+    assert carried - {None} == ({0, 1} if case[0][1] == 1 else set())  # residuals of merged ticks of one stage
 
 
 def interpreted(monkeypatch):
