@@ -145,7 +145,7 @@ class Bounds:
         own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.recompute)
         own += (parallel.recompute_blocks, parallel.zero == 3, parallel.sequence_parallel, parallel.attention)
         own += (parallel.offload_activations, parallel.tensor_overlap, parallel.axis_order, splits, apart)
-        own += (parallel.context_exchange,)
+        own += (parallel.context_exchange, parallel.expert_dispatch == "bucketed")
         if not apart:
             own += (parallel.schedule, parallel.data)
         elif not inside:  # neighbours on other axes decide how many of a tensor group are in a host
@@ -156,7 +156,8 @@ class Bounds:
 
     def _times(self, run: RunConfig, splits: bool, inside: bool) -> Iterator[BlockTimes]:
         parallel = run.parallel
-        same: dict[str, Any] = {"zero": 3 if parallel.zero == 3 else 0, "expert_dispatch": "gather"}
+        dispatch = "bucketed" if parallel.expert_dispatch == "bucketed" else "gather"
+        same: dict[str, Any] = {"zero": 3 if parallel.zero == 3 else 0, "expert_dispatch": dispatch}
         if parallel.pipe > 1:
             same |= {"schedule": "zb_h1" if splits else "1f1b", "chunks": 1, "group_size": None, "live_chunks": None}
             if inside:

@@ -108,6 +108,12 @@ def _expert(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
     return [size for size in divisors(experts.count if experts else 1) if _replicas(layout) % size == 0]
 
 
+def _expert_dispatch(run: RunConfig, gpus: int, layout: Fields) -> list[str]:
+    """The run's, and of experts over several replicas the one of other memory; what "auto" is follows from the layout."""
+    own = run.parallel.expert_dispatch
+    return [own] if layout["expert"] == 1 else ["auto" if own == "bucketed" else own, "bucketed"]
+
+
 def _axis_order(run: RunConfig, gpus: int, layout: Fields) -> list[tuple[str, ...]]:
     """Those that differ: of axes with one device the place does not matter."""
     sizes = {"data": _replicas(layout), "pipe": layout["pipe"], "tensor": layout["tensor"]}
@@ -148,6 +154,7 @@ FIELDS: dict[str, Callable[[RunConfig, int, Fields], Sequence]] = {
     "pipe": _pipe,
     "data": lambda run, gpus, layout: _quotient(gpus, layout["tensor"] * layout["context"] * layout["pipe"]),
     "expert": _expert,
+    "expert_dispatch": _expert_dispatch,
     "microbatch_size": _microbatch_size,
     "schedule": _schedule,
     "chunks": _chunks,

@@ -40,7 +40,7 @@ LEGEND = (
 )
 EXPERTS = (
     "experts: FLOPs and times are those of balanced routing; memory has room for all rows that can be on a GPU. A layout's "
-    "degree of expert parallelism, if above 1, is at the end of its line, with all_to_all where that is the faster dispatch"
+    "degree of expert parallelism, if above 1, is at the end of its line, with its dispatch unless that is gather"
 )
 # The table's columns by name: the heading, and its place in a row.
 COLUMNS = {

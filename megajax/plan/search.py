@@ -92,7 +92,7 @@ class Question:
         return {
             "tensor": self.tensor_sizes,
             **asked,
-            **dict.fromkeys(("context_exchange", "pipe", "data", "chunks", *self.also)),
+            **dict.fromkeys(("context_exchange", "pipe", "data", "expert_dispatch", "chunks", *self.also)),
         }
 
     @property
@@ -284,8 +284,8 @@ def filters(question: Question) -> dict[str, Callable[[Sequence], Sequence]]:
 
 def legal_run(question: Question, base: RunConfig, fields: Fields) -> RunConfig | None:
     """The run with these fields of its layout, with attention and dispatch resolved; None if it is not legal."""
-    dispatch = "auto" if fields["expert"] > 1 else "gather"
-    run = RunConfig(base.model, ParallelConfig(**{**fields, "expert_dispatch": dispatch}), base.train)
+    dispatch = {} if fields["expert"] > 1 else {"expert_dispatch": "gather"}
+    run = RunConfig(base.model, ParallelConfig(**fields | dispatch), base.train)
     if not passes(run.parallel.validate, run.validate_together):  # its model and training are legal by themselves
         return None
     if "context" in run.parallel.rings and not StepProgram.of(run).paired:  # see `pipeline.device_checks`

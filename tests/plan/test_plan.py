@@ -57,10 +57,8 @@ def test_prints_the_best_layouts_and_writes_the_fastest(tmp_path, capsys):
 
 
 def test_a_sparse_model_names_the_parameters_of_a_token(tmp_path, capsys):
-    words = (
-        "--model mixtral-8x7b --gpus 64 --gpu h100-80gb --global-batch-size 64 --schedule 1f1b --recompute full --top 1"
-    )
-    words += " --expert 4 --zero 0 --context 1 --vocab-parallel pipe"
+    words = "--model mixtral-8x7b --gpus 64 --gpu h100-80gb --global-batch-size 64 --schedule 1f1b --top 1"
+    words += " --recompute selective --expert 2 --zero 0 --context 1 --vocab-parallel pipe"
     assert main([*words.split(), "--memory-margin", "0", "--out", str(tmp_path / "plan.toml")]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("mixtral-8x7b: 46.7B parameters (12.9B for a token) on 64 h100-80gb")
