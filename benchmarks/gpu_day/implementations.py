@@ -10,6 +10,7 @@ from megajax.ops import attention, grouped_matmul
 from megajax.ops.attention import Kernel
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.ops.grouped_matmul import GroupedKernel
+from megajax.ops.tokamax_kernels import generation, grouped_product
 from megajax.runtime.compat import tokamax_compiles_for, tokamax_installed
 
 # By the values of --attention. On other devices than GPUs the kernels of Pallas run in its interpreter.
@@ -22,6 +23,9 @@ GROUPED: Mapping[str, Callable[[jax.Device], GroupedKernel]] = {
     "xla": lambda _: grouped_matmul.XLA,
     "pallas": lambda device: grouped_matmul.PALLAS if _is_gpu(device) else grouped_matmul.INTERPRETED,
 }
+
+# Of NVIDIA's GPUs for which tokamax has grouped matmuls in Mosaic that compile (`megajax.ops.tokamax_kernels`).
+GENERATIONS = {"product": (9, 10), "product, transposed": (9, 10), "gradient": (9,)}
 
 
 def attention_kernel(name: str, device: jax.Device, window: int | None = None) -> Kernel:
@@ -117,23 +121,17 @@ def _gradient(kernel: GroupedKernel) -> Callable:
 
 
 def _ragged_of_tokamax(device: jax.Device) -> dict[str, Callable]:
-    import jax
+    """By direction, those that it has for this generation of GPUs."""
     import jax.numpy as jnp
     import tokamax
 
-    def product(rows, kernels, slopes, sizes):
-        with tokamax_compiles_for(device):
-            return tokamax.ragged_dot(
-                rows, kernels, sizes, preferred_element_type=jnp.bfloat16, implementation="mosaic"
-            )
+    def product(transposed, rows, kernels, slopes, sizes):
+        return grouped_product(device, slopes if transposed else rows, kernels, sizes, transposed=transposed)
 
-    def gradient(place, rows, kernels, slopes, sizes):
+    def gradient(rows, kernels, slopes, sizes):
+        of = partial(tokamax.ragged_dot, preferred_element_type=jnp.bfloat16, implementation="mosaic")
         with tokamax_compiles_for(device):
-            _, backward = jax.vjp(lambda x, w: product(x, w, slopes, sizes), rows, kernels)
-            return backward(slopes)[place]
+            return jax.vjp(lambda kernels: of(rows, kernels, sizes), kernels)[1](slopes)[0]
 
-    return {
-        "product": product,
-        "product, transposed": partial(gradient, 0),
-        "gradient": partial(gradient, 1),
-    }
+    calls = {"product": partial(product, False), "product, transposed": partial(product, True), "gradient": gradient}
+    return {name: call for name, call in calls.items() if generation(device) in GENERATIONS[name]}
