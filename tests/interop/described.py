@@ -166,6 +166,7 @@ def configs(layers: int = LAYERS) -> dict:
             logits_scaling=6.0,
             residual_multiplier=0.4,
             attention_multiplier=0.3,
+            position_embedding_type="nope",  # as released files have it; null is the same
         ),
         "nemotron_h": t.NemotronHConfig(
             vocab_size=VOCABULARY,
