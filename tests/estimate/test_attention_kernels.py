@@ -1,0 +1,51 @@
+"""Attention's share of a block's time, counted by hand: round a ring, and by XLA's own kernels."""
+
+import dataclasses
+
+import pytest
+
+from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.estimate.gpus import find_gpu
+from megajax.estimate.program_time import Program
+
+H100 = find_gpu("h100-80gb")
+
+
+def blocks(model, **layout):
+    run = RunConfig(model, ParallelConfig(**layout), TrainConfig(global_batch_size=layout.get("microbatch_size", 1)))
+    return Program(run, H100).kinds[0][0]
+
+
+def test_a_kernel_of_a_ring_has_the_keys_of_one_rank():
+    """As many FLOPs as without the ring, a quarter on each rank, at the rate of an eighth of the sequence's keys."""
+    model = dataclasses.replace(preset("llama3.2-1b"), sequence_length=65536)
+    ring = blocks(model, context=4, context_exchange="ring", attention="cudnn")
+    flops = 4 * 32 * 64 * 65536 * 65537 / 2 / 4
+    for backward, factor in ((False, 1), (True, 2.5)):
+        seconds = ring.attention[backward].attention
+        assert seconds == pytest.approx(factor * flops / ring.rates.attention_rate(backward, 8192, 64), rel=1e-4)
+    # Three steps copy queries, and keys and values, which are a quarter of the queries each.
+    queries = 16384 * 2048 * 2
+    assert ring.between_ranks(0).traffic == pytest.approx((3 * 3 + 2 + 3 * 4 / 4) * queries / ring.rates.memory)
+    # Of six sends one is hidden, and what the queries' rotation takes; of a backward's, all.
+    send = ring.send(queries / 4, "data", 4)
+    assert ring.around(0) == pytest.approx(5 * send - 2 * queries / ring.rates.memory) and ring.around(1) == 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("mode", "passes", "masks", "products"),
+    [("none", (4, 5, 0), (1, 2, 0), (2, 4, 0)), ("selective", (4, 4, 4), (0, 2, 0), (2, 4, 1))],
+)
+def test_xlas_attention_moves_scores(dropout, mode, passes, masks, products):
+    """GPT-2's heads on 8 samples: passes over the scores in 16 bits, masks of a byte, and copies of queries and others."""
+    model = dataclasses.replace(preset("gpt2"), dropout=dropout)
+    found = blocks(model, microbatch_size=8, attention="xla", recompute=mode)
+    scores, arrays = 8 * 12 * 1024 * 1024, 3 * 8 * 1024 * 768 * 2
+    one = max((2 * scores + 2 * arrays / 3) / found.rates.memory, found.rates.product(2 * scores * 64, 2 * scores, 0))
+    for work, often, bytes_of_mask, matmuls, copies in zip(
+        found.attention, passes, masks, products, (10 / 3, 8, 0), strict=True
+    ):
+        moved = often * 2 * scores + (dropout > 0) * bytes_of_mask * scores + copies * arrays
+        assert work.traffic == pytest.approx(moved / found.rates.memory)
+        assert work.matmul == pytest.approx(matmuls * one)
