@@ -141,7 +141,7 @@ def layer_table() -> str:
         block = Blocks(RunConfig(MODELS["22b"], parallel, train), A100)
         name = f"recompute {recompute}{', sequence parallel' if sequence_parallel else ''}"
         own = [1e3 * one.total for one in (block.forward, block.backward)]
-        lines.append(f"  {name:<42}{published[0]:>9.1f}{published[1]:>9.1f}{own[0]:>9.1f}{own[1]:>9.1f}")
+        lines.append(f"  {name:<42}{published[0]:>9.1f}{published[1]:>9.1f}{own[0]:>9.2f}{own[1]:>9.2f}")
     return "\n".join(lines)
 
 

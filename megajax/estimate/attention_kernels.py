@@ -55,7 +55,7 @@ class AttentionKernels(Kernels):
         A forward reads the scores for their maximum, for their sum, and for the probabilities that it writes. A backward
         reads scores or probabilities and their gradient twice, and writes the scores' gradient; where it computes scores
         again it reads them twice more, and writes the probabilities. What dropout kept is a byte of a score, written and
-        read.
+        read. Where the probabilities are kept, they are written before and after dropout.
         """
         attention, mode, scores = self.model.attention, self.parallel.recompute, heads * queries * tokens
         width = (attention.head_size + (attention.value_size or attention.head_size)) / 2  # on average
@@ -70,9 +70,10 @@ class AttentionKernels(Kernels):
             moved = passes * scores * self.item + self.drops * masks * scores + copies * arrays
             return Work(matmul=products * product, gaps=products * self.rates.gap) + self.traffic(moved, 4)
 
-        again = mode in attention.scores_recomputed
-        of_gradients = work(4, 4 if again else 5, 3 if mode == "full" else 2, backward)
-        return work(2, 4, mode == "none", forward), of_gradients, work(1, 4, 0) if again else Work()
+        if mode not in attention.scores_recomputed:
+            return work(2, 4, 3), work(4, 4, 4), Work()
+        of_gradients = work(4, 4, 3 if mode == "full" else 2, backward)
+        return work(2, 4, 0, forward), of_gradients, work(1, 4, 0)
 
     def between_ranks(self, backward: int) -> Work:
         """Copies and partial results of a forward (0) or a backward (1) whose samples several ranks share."""
