@@ -131,7 +131,8 @@ def test_compiled_for_h100s_expert_groups_send_what_the_formula_says():
     layout = {"data": 4, "expert": 2, "attention": "xla"}
     text, _ = gpu.compile_step(SPARSE, MICROBATCHES, **layout)
     run = gpu.run_of(SPARSE, MICROBATCHES, **layout)
-    found = hlo.read(text, hlo.loop_trip_counts(run)).collectives  # a merged tick has a branch for each slot of its stash
+    # With the run's counts, as a merged tick has a branch for each slot of its stash.
+    found = hlo.read(text, hlo.loop_trip_counts(run)).collectives
     sent = hlo.most_sent(one for one in found if one.axes((2, 2, 1, 1)) == ("expert",))
     (line,) = (line for line in communication.expected(StepProgram.of(run)) if line.axis == "expert")
     assert sent == pytest.approx(line.bytes, rel=0.05)
