@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_day.kernels import LIMITS, checked, error
+from benchmarks.gpu_day.kernels import checked, error, row_of
 from benchmarks.gpu_day.programs import Programs, compiled
 
 STACK, PLACE = 3, 1  # parts of a stack, and the one that is read or written
@@ -73,9 +73,8 @@ def _compare(programs: Programs, cases: Callable, shapes: Sequence[tuple[int, ..
                 label = f"{text}, {jnp.dtype(dtype).name}, {' x '.join(map(str, shape))}"
                 if (found := programs.call(label, call, *arrays)) is not None:
                     wide = [np.float64(a) for a in arrays]
-                    errors = [error(np.float64(x), y) for x, y in zip(found, expected(*wide), strict=True)]
-                    limit = LIMITS[jnp.dtype(dtype).name]
-                    rows.append({"label": label, "output": max(errors), "gradients": max(errors), "limit": limit})
+                    worst = max(error(np.float64(x), y) for x, y in zip(found, expected(*wide), strict=True))
+                    rows.append(row_of(label, worst, worst, dtype))
     return checked(rows) if programs.rows is None else compiled(programs.rows)
 
 

@@ -45,7 +45,7 @@ def attention(name: str, tiny: bool) -> dict:
         if found is not None:
             expected = attention_in_numpy(*arrays, causal, first)
             errors = [error(np.float64(x), y) for x, y in zip(found, expected, strict=True)]
-            rows.append(_row(f"{name}: {text}", max(errors[:2]), max(errors[2:]), dtype))
+            rows.append(row_of(f"{name}: {text}", max(errors[:2]), max(errors[2:]), dtype))
     return checked(rows) if programs.rows is None else compiled(programs.rows)
 
 
@@ -130,7 +130,7 @@ def grouped(name: str, tiny: bool) -> dict:
             found = programs.call(label, call, *arrays, np.array(sizes, np.int32))
             if found is not None:
                 errors = [error(np.float64(x), y) for x, y in zip(found, grouped_in_numpy(*arrays, sizes), strict=True)]
-                rows.append(_row(label, max(errors[:2]), errors[2], dtype))
+                rows.append(row_of(label, max(errors[:2]), errors[2], dtype))
     return checked(rows) if programs.rows is None else compiled(programs.rows)
 
 
@@ -152,7 +152,8 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(difference) if np.isfinite(difference) else float("inf")
 
 
-def _row(label: str, output: float, gradients: float, dtype) -> dict:
+def row_of(label: str, output: float, gradients: float, dtype) -> dict:
+    """A kernel's errors, and their limit for the type."""
     return {"label": label, "output": output, "gradients": gradients, "limit": LIMITS[np.dtype(dtype).name]}
 
 

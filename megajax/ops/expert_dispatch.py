@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.ops.expert_group import AXIS, ExpertGroup, per_shard
 from megajax.ops.grouped_matmul import combine, dispatch, sort_by_group
-from megajax.runtime.compat import varying_axes
+from megajax.runtime.compat import vary_over, varying_axes
 
 __all__ = ["AllToAll", "Gather", "all_to_all"]
 
@@ -261,8 +261,7 @@ def _ragged_back(out: jax.Array, plan: Plan, room: int) -> jax.Array:
 
 
 def _zeros(like: jax.Array, rows: int) -> jax.Array:
-    zeros = jnp.zeros((rows, like.shape[-1]), like.dtype)
-    return lax.pcast(zeros, tuple(sorted(varying_axes(like) - varying_axes(zeros))), to="varying")
+    return vary_over(jnp.zeros((rows, like.shape[-1]), like.dtype), varying_axes(like))
 
 
 def _starts(sizes: jax.Array) -> jax.Array:

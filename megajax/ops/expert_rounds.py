@@ -31,7 +31,7 @@ from megajax.ops.expert_group import ExpertGroup, per_shard
 from megajax.ops.grouped_matmul import Part
 from megajax.ops.in_place import addend, of_part, whole
 from megajax.ops.order import wait_for_all
-from megajax.runtime.compat import varying_axes
+from megajax.runtime.compat import vary_over, varying_axes
 
 __all__ = ["FIRST", "LATER", "ROUNDS", "Rounds", "add_rounds", "balanced_share", "rows_of_balanced"]
 
@@ -78,11 +78,15 @@ class Rounds:
     def of(cls, group: ExpertGroup, count: int, chosen: int, tokens: int) -> "Rounds":
         """Those for `tokens` tokens of a replica, of `chosen` of `count` experts."""
         tokens //= group.shards
-        most = min(chosen, count // group.size)  # choices of a token that are on one replica
-        each = tokens * chosen / group.size
+        most, each = min(chosen, count // group.size), tokens * chosen / group.size
         room = min(tokens, math.ceil(FIRST * tokens * balanced_share(count, chosen, group.size)))
         choices = min(tokens * most, math.ceil(FIRST * each))
         return cls(group, count, chosen, tokens, room, choices, min(tokens, math.ceil(LATER * each / most)))
+
+    @property
+    def most(self) -> int:
+        """Choices of a token that are on one replica, at most."""
+        return min(self.chosen, self.count // self.group.size)
 
     @property
     def rows(self) -> int:
@@ -92,14 +96,12 @@ class Rounds:
     @property
     def rows_of_round(self) -> int:
         """Those of a round."""
-        return self.group.size * self.group.shards * self.later * min(self.chosen, self.count // self.group.size)
+        return self.group.size * self.group.shards * self.later * self.most
 
     @property
     def suffices(self) -> bool:
         """Whether the first exchange has room for all that could be chosen."""
-        return self.room == self.tokens and self.choices == self.tokens * min(
-            self.chosen, self.count // self.group.size
-        )
+        return self.room == self.tokens and self.choices == self.tokens * self.most
 
     def numbered(self, experts: jax.Array) -> jax.Array:
         """A replica's choices int32 [b, s, k], 0 to E (none), plus E + 1 times the number of their exchange."""
@@ -122,7 +124,7 @@ class Rounds:
 
     def last(self, numbered: jax.Array) -> jax.Array:
         """int32, the number of the last exchange of the group's gathered choices."""
-        return per_shard(lambda x: lax.pmax(_varying(x, ("tensor",)), "tensor"), P(), P())(
+        return per_shard(lambda x: lax.pmax(vary_over(x, ("tensor",)), "tensor"), P(), P())(
             (numbered // (self.count + 1)).max()
         )
 
@@ -250,12 +252,7 @@ _added.defvjp(lambda out, *given: (_added(out, *given), given[:-1]), _backward)
 
 def _repeat(last: jax.Array, step: Callable, state: Tree, like: Tree) -> Tree:
     """`state` after step(number, state) for 1 to `last`; it varies over the mesh axes over which any of `like` does."""
-    axes = tuple(sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(like)))))
-    vary = lambda tree: jax.tree.map(lambda x: _varying(x, axes), tree)  # noqa: E731
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(like)))
+    vary = lambda tree: jax.tree.map(lambda x: vary_over(x, axes), tree)  # noqa: E731
     with jax.named_scope(ROUNDS):
         return lax.fori_loop(1, last + 1, lambda number, state: vary(step(number, state)), vary(state))
-
-
-def _varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x

@@ -28,7 +28,7 @@ from megajax.ops.grouped_kernels import pallas_add, pallas_gradient, pallas_prod
 from megajax.ops.in_place import addend, of_part
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 from megajax.ops.tokamax_kernels import generation, grouped_product, has_product
-from megajax.runtime.compat import tokamax_installed, varying_axes
+from megajax.runtime.compat import tokamax_installed, vary_over, varying_axes
 
 __all__ = [
     "INTERPRETED",
@@ -304,9 +304,8 @@ def _sum_first(x: jax.Array) -> jax.Array:
 
 def sort_by_group(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(order, places), int32 [R]: `groups[order]` is sorted, equal ones in their given order; `order[places]` counts up."""
-    rows = lax.iota(jnp.int32, groups.size)
-    if axes := tuple(sorted(varying_axes(groups))):  # jax types argsort's result as equal on all devices (0.12)
-        rows = lax.pcast(rows, axes, to="varying")
+    # jax types argsort's result as equal on all devices (0.12)
+    rows = vary_over(lax.iota(jnp.int32, groups.size), varying_axes(groups))
     _, order = lax.sort((groups, rows), num_keys=1, is_stable=True)
     return order, jnp.zeros_like(order).at[order].set(lax.iota(jnp.int32, order.size), unique_indices=True)
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 
-from megajax.runtime.compat import varying_axes
+from megajax.runtime.compat import vary_over, varying_axes
 
 __all__ = ["TENSOR", "on_tensor_shards"]
 
@@ -27,7 +26,6 @@ def on_tensor_shards(local: Callable, in_specs: Any, out_specs: Any) -> Callable
 
     def with_axes(*arguments):
         axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arguments)))
-        vary = lambda x: lax.pcast(x, tuple(sorted(axes - varying_axes(x))), to="varying")  # noqa: E731
-        return jax.tree.map(vary, run(*arguments))
+        return jax.tree.map(lambda x: vary_over(x, axes), run(*arguments))
 
     return with_axes

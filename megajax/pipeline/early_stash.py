@@ -65,7 +65,9 @@ def stash_as_computed(
     skipped = {index for _, indices in norms.values() for index in indices}
     at = [stash.place(place, whole, block) for place, whole in enumerate(buffers)]
     written: dict[int, list] = {}  # places of values that are no matmuls' results, and the names of each
-    last_use = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if _root(makers, var)}
+    last_use = {
+        var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if not isinstance(var, Literal)
+    }
     x, terms_of_x = None, []
     if residual is not None:
         x = jaxpr.invars[residual[0]]
@@ -75,9 +77,8 @@ def stash_as_computed(
     def write(known: Callable) -> None:
         for place in [place for place, var in unwritten.items() if place not in later and known(var)]:
             var = unwritten.pop(place)
-            whole = stash.write_array(buffers[place], at[place], read(values, var))
-            names = _names(makers, var)
-            value = read(values, var)
+            value, names = read(values, var), _names(makers, var)
+            whole = stash.write_array(buffers[place], at[place], value)
             if stash.fixed and names and (_is_matmul(makers, names[-1]) or _is_kept(makers, var)):
                 value = stash.read_array(lax.optimization_barrier(whole), at[place])
             elif not stash.fixed or var in jaxpr.invars:

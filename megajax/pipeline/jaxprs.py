@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from megajax.ops.in_place import ADDEND, OF_PART, addend, of_part, whole
-from megajax.runtime.compat import Literal, jaxpr_as_fun, varying_axes
+from megajax.runtime.compat import Literal, jaxpr_as_fun, vary_over, varying_axes
 
 CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 OPTIMIZED = "optimization_barrier"
@@ -297,11 +296,7 @@ def _alike(eqn, operands: list) -> list:
     every = frozenset().union(*varying)
     if all(axes == every for axes in varying) or eqn.primitive.name in APART or _has_jaxpr(eqn.params):
         return operands
-    missing = [tuple(sorted(every - axes)) for axes in varying]
-    return [
-        lax.pcast(operand, axes, to="varying") if axes else operand
-        for operand, axes in zip(operands, missing, strict=True)
-    ]
+    return [vary_over(operand, every) for operand in operands]
 
 
 def _has_jaxpr(params: dict) -> bool:

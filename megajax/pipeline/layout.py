@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.pipeline.trained import only_trained
-from megajax.runtime.compat import manual_axes, varying_axes
+from megajax.runtime.compat import manual_axes, vary_over
 from megajax.schedules.stages import StageLayers
 from megajax.sharding.rules import only
 from megajax.sharding.zero import ZeroSharding
@@ -213,12 +213,7 @@ def vary(tree: Tree) -> Tree:
     `jax.vjp` inserts a psum over each manual axis over which an argument is replicated. Without this call that psum
     would run in every tick instead of once per step.
     """
-
-    def mark(leaf):
-        missing = tuple(axis for axis in manual_axes() if axis not in varying_axes(leaf))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(mark, tree)
+    return jax.tree.map(lambda leaf: vary_over(leaf, manual_axes()), tree)
 
 
 def fp32_zeros(tree: Tree) -> Tree:

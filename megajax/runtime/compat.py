@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -105,6 +105,12 @@ def rebuild_vjp(template: Any, residuals: Tree, arguments: tuple) -> Any:
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """The manual mesh axes over which x may differ, inside a `jax.shard_map`."""
     return jax.typeof(x).mat.varying
+
+
+def vary_over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """x, marked as varying over these manual mesh axes too, inside a `jax.shard_map`."""
+    missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def lower_by(primitive: Primitive, function: Callable) -> None:

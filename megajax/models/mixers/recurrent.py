@@ -27,7 +27,7 @@ from megajax.models.feedforward import Linear
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
 from megajax.ops.cached_attention import PADDING_POSITION, Cache, CachedArray
-from megajax.runtime.compat import varying_axes
+from megajax.runtime.compat import vary_over, varying_axes
 
 __all__ = ["GatedDelta", "Mamba2", "state_arrays"]
 
@@ -190,8 +190,8 @@ class Mamba2(Recurrent):
 
         Only the scores, which are the largest array, are multiplied in v's type, as in the kernels of 2405.21060.
         """
-        wide = (x.astype(jnp.float32) for x in (query, key, value))
-        dtype, query, key, value = value.dtype, *wide
+        dtype = value.dtype
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         scores = jnp.einsum("bclgn,bcmgn->bcglm", query, key)[:, :, :, None] * left.within * weight[..., None, :]
         out = jnp.einsum("bcgrlm,bcmgrp->bclgrp", scores.astype(dtype), value.astype(dtype)).astype(jnp.float32)
         new = jnp.einsum("bcgrm,bcmgrp,bcmgn->bcgrpn", weight * left.to_end, value, key)
@@ -325,7 +325,7 @@ def _in_chunks(x: jax.Array, length: int) -> jax.Array:
 
 def _zeros(shape: tuple[int, ...], like: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     """Zeros that vary over the mesh as `like` does."""
-    return lax.pcast(jnp.zeros(shape, dtype), tuple(sorted(varying_axes(like))), to="varying")
+    return vary_over(jnp.zeros(shape, dtype), varying_axes(like))
 
 
 def state_arrays(config: ModelConfig, dtype: Any, samples: int) -> dict[str, CachedArray]:
