@@ -91,7 +91,16 @@ def kernel_for(device: jax.Device) -> GroupedKernel:
     if generation(device) is None:
         return XLA
     tokamax = has_product(device) and tokamax_installed()
-    return PALLAS._replace(product=partial(grouped_product, device)) if tokamax else PALLAS
+    return PALLAS._replace(product=partial(_tokamax_product, device)) if tokamax else PALLAS
+
+
+def _tokamax_product(device: jax.Device, rows: jax.Array, *given, **how) -> jax.Array:
+    """tokamax's product; of fp32, which it refuses, megajax's."""
+    return (
+        grouped_product(device, rows, *given, **how)
+        if rows.dtype.itemsize == 2
+        else pallas_product(rows, *given, **how)
+    )
 
 
 class Part(NamedTuple):

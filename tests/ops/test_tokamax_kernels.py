@@ -152,3 +152,15 @@ def test_grouped_matmuls_compile_for_three_generations(name):
         sum(one.flops for one in module.matmuls if one.grouped)
         == 3 * blocks * 2 * 2 * SPARSE.sequence_length * matrices
     )
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_grouped_matmuls_of_fp32_compile_for_b200s():
+    """tokamax's product refuses fp32."""
+    run = gpu.run_of(dataclasses.replace(SPARSE, layers=1), 2, attention="xla")
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, precision="fp32"))
+    text = compile_for(run, find_gpu("b200"))["hlo"]
+    assert (
+        hlo.read(text, hlo.loop_trip_counts(run)).kernels["grouped_matmul_product"] > 0 and "mosaic_gpu_v2" not in text
+    )
