@@ -13,7 +13,7 @@ from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.estimate.kinds import layers_of_kinds
-from megajax.estimate.muon_matrices import matrices_of
+from megajax.estimate.muon_matrices import bytes_of_update
 from megajax.estimate.optimizer_state import bytes_per_parameter
 from megajax.estimate.trained import trained_parameters
 from megajax.models.costs import KeptValue, ModelCosts
@@ -23,7 +23,6 @@ from megajax.runtime.gpu_environment import MEMORY_FRACTION
 from megajax.schedules.registry import Slots
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-MUON_COPIES = 4  # of its matrices during the update: 3.4 to 5.5 in programs compiled for H100s
 USABLE_SHARE = MEMORY_FRACTION  # of a GPU's memory, by a program
 
 
@@ -51,9 +50,23 @@ class Sharding:
 
 def shared_parameters(model: ModelCosts, tensor: int, pipe: int, sharding: Sharding) -> int:
     """Parameters outside the blocks on one device; every stage holds them."""
+    rows = _table_rows(model, tensor, pipe, sharding)
+    return rows * model.vocabulary_width + model.shared.on_device(tensor)
+
+
+def _table_rows(model: ModelCosts, tensor: int, pipe: int, sharding: Sharding) -> int:
+    """Rows of a token table on one device."""
     split = tensor * (pipe if sharding.vocabulary_over_pipe else 1)
-    tables = padded_vocabulary(model.vocabulary, split) // split * model.vocabulary_width
-    return tables + model.shared.on_device(tensor)
+    return padded_vocabulary(model.vocabulary, split) // split
+
+
+def _uncast_parameters(run: RunConfig, sharding: Sharding) -> int:
+    """Parameters on one device that have no copy in the precision of the matmuls (`train.precision.uncast`)."""
+    model, parallel = model_costs(run.model), run.parallel
+    gathered = sharding.zero and parallel.replicas > 1
+    if gathered or trained_parameters(run) is not None or not StepProgram.of(run).drains:
+        return 0
+    return model.looked_up_width * _table_rows(model, parallel.tensor, parallel.pipe, sharding)
 
 
 def block_parameters(run: RunConfig) -> tuple[int, int]:
@@ -166,7 +179,9 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     # hoists the transposition of the blocks' weights out of the loops.
     transposed = item * sum(rank_block_parameters(run)) if run.train.matmul_dtype == "fp8" else 0
     during = {
-        "16-bit weights": (versions * item * work if item < 4 or versions > 1 else 0)
+        "16-bit weights": (
+            versions * item * (work - _uncast_parameters(run, sharding)) if item < 4 or versions > 1 else 0
+        )
         + (versions * frozen if versions > 1 else 0)
         + gathered
         + transposed,
@@ -186,16 +201,10 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
         "gradients": versions * 4 * work + 4 * elsewhere,
         **during,
-        "workspace": max(workspace, copied - sum(during.values()), summed, _update(run) - sum(during.values())),
+        "workspace": max(
+            workspace, copied - sum(during.values()), summed, bytes_of_update(run, item) - sum(during.values())
+        ),
     }
-
-
-def _update(run: RunConfig) -> int:
-    """Bytes of the update itself: of Muon the matrices that a device computes, and copies of them."""
-    if run.train.optimizer != "muon":
-        return 0
-    elements = sum(one.share * one.rows * one.columns for one in matrices_of(run))
-    return round(MUON_COPIES * ITEMSIZE[run.train.precision] * elements)
 
 
 def _optimizer_state(run: RunConfig, held: int, sharding: Sharding) -> int:

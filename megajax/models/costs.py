@@ -243,6 +243,7 @@ class ModelCosts:
       shared: parameters outside the blocks, except those of the next field.
       vocabulary_width: parameters for each entry of the vocabulary: the embedding's, and the head's if untied. These tables
         are split over tensor, or over pipe and tensor.
+      looked_up_width: those of them that are only looked up, `parameter(looked_up=True)`.
       kept: values that a block's forward stores for its backward.
       kept_for_weights: values that zero bubble's I stores for its W (`pipeline/split_backward.py`): the gradients of the
         matmuls' outputs, and values that I recomputed with a matmul.
@@ -272,6 +273,7 @@ class ModelCosts:
     experts: Experts | None = None
     kinds: tuple[tuple[int, "ModelCosts"], ...] = ()
     scratch: int = 0
+    looked_up_width: int = 0
 
     @property
     def layers_of_kinds(self) -> tuple[tuple[int, "ModelCosts"], ...]:

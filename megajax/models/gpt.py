@@ -46,7 +46,8 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         self.config, self.context, self.constrain = config, context, context.constrain
-        self.tokens = parameter(token_table(named_key(key, "tokens"), config, context), *TABLE)
+        table = token_table(named_key(key, "tokens"), config, context)
+        self.tokens = parameter(table, *TABLE, looked_up=not config.tied_embeddings)
         if config.positions == "learned":
             shape = (config.sequence_length, config.hidden)
             table = jax.random.normal(named_key(key, "positions"), shape) * config.init_deviation
@@ -60,7 +61,7 @@ class Embedding(nnx.Module):
     def vectors(self, microbatch: Microbatch) -> jax.Array:
         """The same before dropout."""
         tokens, positions, dtype = microbatch["tokens"], microbatch.get("positions"), self.context.dtype
-        x = self.constrain(self.context.vocabulary.lookup(self.tokens[...], tokens).astype(dtype), *RESIDUAL)
+        x = self.constrain(self.context.vocabulary.lookup(self.tokens[...], tokens, dtype=dtype), *RESIDUAL)
         if self.config.embedding_multiplier != 1:
             x = x * jnp.asarray(self.config.embedding_multiplier, dtype)
         if self.config.positions == "learned":

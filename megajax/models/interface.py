@@ -164,7 +164,6 @@ class PipelineModel(abc.ABC):
     @abc.abstractmethod
     def init(self, key: jax.Array) -> Tree:
         """Initial fp32 parameters {"blocks": leaves [layers, ...], "shared": leaves}; a pure function, jitted by the caller.
-
         A value should depend only on the key, the parameter's name and the layer, so that it is equal on every mesh.
         """
 
@@ -180,10 +179,13 @@ class PipelineModel(abc.ABC):
         """A tree like the parameters of bools: whether a leaf is computed with in fp32 in any precision. Default: none."""
         return jax.tree.map(lambda _: False, self.decay_mask())
 
-    def trainable_mask(self) -> Tree:
-        """A tree like the parameters of bools: whether a leaf is trained. Default: all.
+    def lookup_mask(self) -> Tree:
+        """A tree like the parameters of bools: whether only rows of a leaf are read, and cast by `embed`. Default: none."""
+        return jax.tree.map(lambda _: False, self.decay_mask())
 
-        The others are frozen: nothing of a step but the forward and the gradient of x reads them (`pipeline/trained.py`).
+    def trainable_mask(self) -> Tree:
+        """A tree like the parameters of bools: whether a leaf is trained. Default: all. The others are frozen: nothing of a
+        step but the forward and the gradient of x reads them (`pipeline/trained.py`).
         """
         return jax.tree.map(lambda _: True, self.decay_mask())
 
@@ -209,15 +211,13 @@ class PipelineModel(abc.ABC):
         """Shape and type of one sample of a batch, by name: for the dry run, which has no data."""
 
     def prepare_batch(self, batch: Microbatch) -> Microbatch:
-        """The batch that is split into microbatches, replicas and context ranks, [microbatches, samples, ...].
-
-        A model may add arrays that depend on the whole batch, as the weights between two means. Default: none.
+        """The batch that is split into microbatches, replicas and context ranks, [microbatches, samples, ...]. A model may
+        add arrays that depend on the whole batch, as the weights between two means. Default: none.
         """
         return batch
 
     def prepare_microbatch(self, microbatch: Microbatch) -> Microbatch:
         """The microbatch that blocks are given, [b, ...], or [1, ...] if it is the same for all samples.
-
         Computed once for all blocks of a chunk, and not saved for the backward. A model may add arrays that all blocks
         read; a block must compute them itself if they are not there. Default: none.
         """

@@ -35,7 +35,12 @@ def named_key(key: jax.Array, name: str) -> jax.Array:
 
 
 def parameter(
-    value: jax.Array, *axes: str | None, decay: bool | None = None, fp32: bool = False, trainable: bool = True
+    value: jax.Array,
+    *axes: str | None,
+    decay: bool | None = None,
+    fp32: bool = False,
+    looked_up: bool = False,
+    trainable: bool = True,
 ) -> nnx.Param:
     """A parameter with one logical axis name (or None) for each of its axes.
 
@@ -47,10 +52,12 @@ def parameter(
       axes: names, see megajax.sharding.rules.
       decay: whether weight decay applies. None: by its name and number of axes, see `NNXModel.decays`.
       fp32: whether blocks get it in fp32 whatever the run's precision.
+      looked_up: whether only rows of it are read, and converted then, as `ModelContext.vocabulary.lookup` does. A table that
+        no replica gathers then stays in fp32, without a second one in the run's precision.
       trainable: False: it is frozen, and has no gradient and no optimizer state.
     """
     assert value.ndim == len(axes)
-    return nnx.Param(value, logical_axes=axes, decay=decay, fp32=fp32, trainable=trainable)
+    return nnx.Param(value, logical_axes=axes, decay=decay, fp32=fp32, looked_up=looked_up, trainable=trainable)
 
 
 class NNXModel(PipelineModel):
@@ -143,11 +150,16 @@ class NNXModel(PipelineModel):
 
     def fp32_mask(self) -> Tree:
         """From the parameters' metadata."""
-        of = lambda p: p.get_metadata().get("fp32", False)  # noqa: E731
-        return {
-            "blocks": self._map_blocks(of),
-            "shared": _map_parameters(of, self._shared[1]),
-        }
+        return self._flags("fp32")
+
+    def lookup_mask(self) -> Tree:
+        """From the parameters' metadata."""
+        return self._flags("looked_up")
+
+    def _flags(self, name: str) -> Tree:
+        """A flag of each parameter's metadata."""
+        of = lambda p: p.get_metadata().get(name, False)  # noqa: E731
+        return {"blocks": self._map_blocks(of), "shared": _map_parameters(of, self._shared[1])}
 
     def _map_blocks(self, of: Callable[[nnx.Param], Any]) -> Tree:
         """`of` each parameter of the blocks."""

@@ -64,7 +64,7 @@ def traced_costs(model) -> ModelCosts:
     ]
     for mode, trace in modes.items():
         kept += trace.kept(mode, tokens)
-    vocabulary, width, shared = _shared(none)
+    vocabulary, width, uncast, shared = _shared(none, model.lookup_mask()["shared"])
     return ModelCosts(
         layers=model.config.layers,
         hidden=hidden,
@@ -75,6 +75,7 @@ def traced_costs(model) -> ModelCosts:
         block=_parameters(none.shapes["blocks"], none.axes["blocks"], model.config.layers),
         shared=shared,
         vocabulary_width=width,
+        looked_up_width=uncast,
         kept=tuple(kept),
         kept_for_weights=tuple(_kept_for_weights(with_weights)),
         elementwise=Elementwise(residual_passes=3),  # of x + f(x): read x, read f(x), write
@@ -187,15 +188,17 @@ def _parameters(shapes: Tree, axes: Tree, layers: int = 1) -> Parameters:
     return Parameters(split, whole)
 
 
-def _shared(trace: _Trace) -> tuple[int, int, Parameters]:
-    """Rows of the token tables, parameters for each of them, and the other shared parameters."""
-    rows, width = 0, 0
+def _shared(trace: _Trace, looked_up: Any) -> tuple[int, int, int, Parameters]:
+    """Rows of the token tables, parameters for each of them, those that are only looked up, the other shared parameters."""
+    rows, width, uncast = 0, 0, 0
     names = jax.tree.leaves(trace.axes["shared"], is_leaf=lambda node: isinstance(node, tuple))
-    for leaf, own in zip(jax.tree.leaves(trace.shapes["shared"]), names, strict=True):
+    leaves = jax.tree.leaves(trace.shapes["shared"]), names, jax.tree.leaves(looked_up)
+    for leaf, own, flag in zip(*leaves, strict=True):
         if "vocabulary" in own:
             rows = leaf.shape[own.index("vocabulary")]
             width += leaf.size // rows
-    return rows, width, _parameters(trace.shapes["shared"], trace.axes["shared"])
+            uncast += flag * leaf.size // rows
+    return rows, width, uncast, _parameters(trace.shapes["shared"], trace.axes["shared"])
 
 
 def _dots(jaxpr, splits: list) -> list[tuple[Any, tuple]]:

@@ -82,6 +82,7 @@ def transformer_costs(config: ModelConfig) -> ModelCosts:
         ),
         shared=Parameters(whole=(config.sequence_length * hidden if config.positions == "learned" else 0) + norm),
         vocabulary_width=hidden * (1 if config.tied_embeddings else 2),
+        looked_up_width=0 if config.tied_embeddings else hidden,
         kept=_kept_by_transformer(config, query_key_value, joined, mlp),
         kept_for_weights=(
             KeptValue("gradients of query_key_value and mlp_in", query_key_value + mlp.dense_up, split="tensor"),

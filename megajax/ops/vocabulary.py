@@ -66,9 +66,9 @@ class RowsOverRanks(NamedTuple):
 ALL_ROWS = RowsOverRanks()
 
 
-def plain_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The lookup of a model that runs on no mesh: rows of table [v, h] for tokens [b, s] -> [b, s, h]."""
-    return jnp.take(table, tokens, axis=0)
+def plain_lookup(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """The lookup of a model that runs on no mesh: rows of table [v, h] for tokens [b, s] -> [b, s, h], as of `lookup`."""
+    return jnp.take(table, tokens, axis=0).astype(dtype or table.dtype)
 
 
 class VocabularySharding(NamedTuple):
@@ -79,12 +79,12 @@ class VocabularySharding(NamedTuple):
 
     Attributes:
       shares: devices that the rows are split over, which must divide them (`padded_vocabulary`).
-      lookup: (table [local rows, h], tokens [b, s]) -> rows [b, s, h].
+      lookup: (table [local rows, h], tokens [b, s], dtype) -> rows [b, s, h] of this type, or if none is given the table's.
       ranks: the collectives of `cross_entropy` and of the head's input.
     """
 
     shares: int = 1
-    lookup: Callable[[jax.Array, jax.Array], jax.Array] = plain_lookup
+    lookup: Callable[..., jax.Array] = plain_lookup
     ranks: RowsOverRanks = ALL_ROWS
 
     def broadcast(self, y: jax.Array) -> jax.Array:
@@ -125,8 +125,10 @@ class VocabularySharding(NamedTuple):
 WHOLE_VOCABULARY = VocabularySharding()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def lookup(table: jax.Array, tokens: jax.Array, sequence_parallel: bool = False) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def lookup(
+    table: jax.Array, tokens: jax.Array, sequence_parallel: bool = False, dtype: jnp.dtype | None = None
+) -> jax.Array:
     """Rows of `table` for `tokens`; call it with a mesh set that has a "tensor" axis, in a plain jit or a `shard_map`.
 
     Args:
@@ -134,11 +136,12 @@ def lookup(table: jax.Array, tokens: jax.Array, sequence_parallel: bool = False)
         over the manual axes that the tokens or the gradient vary over (`lax.pcast`), as its gradient does.
       tokens: [b, s] integers, 0 <= token < vocabulary.
       sequence_parallel: whether the result is split along s over tensor (tensor must divide s) or replicated.
+      dtype: of the result, and of what ranks send. None: the table's.
 
     Returns:
-      [b, s, hidden] of the table's type. hidden must be even if that is a 16-bit type.
+      [b, s, hidden]; hidden must be even if `dtype` is a 16-bit type. The gradient has the table's type.
     """
-    return _forward(table, tokens, sequence_parallel)[0]
+    return _forward(table, tokens, sequence_parallel, dtype)[0]
 
 
 def _split(sequence_parallel: bool) -> P:
@@ -152,24 +155,25 @@ def _own(tokens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     return local, (local >= 0) & (local < rows)
 
 
-def _forward(table, tokens, sequence_parallel):
+def _forward(table, tokens, sequence_parallel, dtype):
     """Each rank's own rows, zero elsewhere, summed over tensor, or reduce-scattered along the sequence."""
 
     def local(table, tokens):
         index, mine = _own(tokens, len(table))
         found = table.at[jnp.clip(index, 0, len(table) - 1)].get(mode="promise_in_bounds")
-        bits = _to_bits(jnp.where(mine[..., None], found, 0))
+        bits = _to_bits(jnp.where(mine[..., None], found, 0).astype(dtype))
         if sequence_parallel:
             bits = lax.psum_scatter(bits, AXIS, scatter_dimension=1, tiled=True)
         else:
             bits = lax.psum(bits, AXIS)
-        return _from_bits(bits, table.dtype)
+        return _from_bits(bits, dtype)
 
+    dtype = dtype or table.dtype
     run = jax.shard_map(local, axis_names={AXIS}, in_specs=(P(AXIS), P()), out_specs=_split(sequence_parallel))
     return run(table, tokens), (tokens, table[:, :0])  # no element of the table, but its rows, type and sharding
 
 
-def _backward(sequence_parallel, residuals, gradient):
+def _backward(sequence_parallel, dtype, residuals, gradient):
     """Scatter-adds the gradient [b, s, hidden] into each rank's own rows, or an accumulator's (`addend`), in fp32: a
     frequent token is many terms.
     """
@@ -198,7 +202,7 @@ def _backward(sequence_parallel, residuals, gradient):
 lookup.defvjp(_forward, _backward)
 
 
-def over_pipe(sequence_parallel: bool) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], RowsOverRanks]:
+def over_pipe(sequence_parallel: bool) -> tuple[Callable[..., jax.Array], RowsOverRanks]:
     """`lookup` and collectives for tables whose rows are sharded over pipe and tensor (Yeung et al. 2024, 2411.05288).
 
     Every stage then has the same share of the vocabulary, in memory and in work. To be called in a `shard_map` that is
@@ -207,8 +211,9 @@ def over_pipe(sequence_parallel: bool) -> tuple[Callable[[jax.Array, jax.Array],
     Each rank has rows [rank * rows, (rank + 1) * rows) and splits them over tensor.
     """
 
-    def look_up(table, tokens):
-        return _replicate_rows(lookup(table, tokens - lax.axis_index(PIPE) * table.shape[0], sequence_parallel))
+    def look_up(table, tokens, dtype=None):
+        own = tokens - lax.axis_index(PIPE) * table.shape[0]
+        return _replicate_rows(lookup(table, own, sequence_parallel, dtype))
 
     return look_up, RowsOverRanks(
         partial(_broadcast, sequence_parallel=sequence_parallel), _first_row, _sum, _max, _gather

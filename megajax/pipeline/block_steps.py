@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec
 
 from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
-from megajax.pipeline.early_stash import saved_residual, stash_as_computed
+from megajax.pipeline.early_stash import saved_residual, stash_as_computed, stash_at_end
 from megajax.pipeline.jaxprs import Addend, fp32_gradients, freed_arguments, reading_in_place, resharding
 from megajax.pipeline.layout import fp32_zeros, vary
 from megajax.pipeline.norm_equations import with_merged_norms
 from megajax.pipeline.split_backward import Split, split_backward
-from megajax.pipeline.stash import SlotApart, StashRef, TickStash, empty_stash
+from megajax.pipeline.stash import SlotApart, StashRef, empty_stash
 from megajax.pipeline.trained import merge, only_trained, split
 from megajax.pipeline.uneven import StageBlocks
 from megajax.runtime.compat import vjp_residuals
@@ -279,11 +279,14 @@ class BlockSteps:
         run = self._saving
         arguments, apart = (weights := self._weights(place), x, microbatch, layer), isinstance(stash, SlotApart)
         stacks = self._weight_stacks(weights, place)
-        if not early or isinstance(stash, TickStash) or not apart and stash.on_host:
+        on_device = apart or isinstance(stash, StashRef) and not stash.on_host
+        if not on_device or not early and (apart or not stacks):
             y, saved = reading_in_place(run, arguments, stacks) if stacks else run(*arguments)
             return y, stash.write(slot, saved)
         leaves, structure = jax.tree.flatten(arguments)
         flat = lambda *leaves: run(*jax.tree.unflatten(structure, leaves))  # noqa: E731
+        if not early:
+            return stash_at_end(flat, leaves, stash, slot, stacks)
         y, buffer = stash_as_computed(flat, leaves, stash.own if apart else stash, slot, stacks, residual)
         return y, stash.replaced(buffer) if apart else buffer
 

@@ -1,4 +1,4 @@
-"""A block's forward that writes what it saves to the stash as soon as it is computed, not at the block's end.
+"""A block's forward that writes what it saves to the stash as soon as it is computed, or at the block's end.
 
 XLA's GPU compiler updates arrays in place only after the last reader, and a matmul's result can be where the matmul writes
 it. So two things depend on the order:
@@ -26,7 +26,7 @@ from megajax.pipeline.jaxprs import SAME, VIEWS, Parts, inlined_jaxpr, read
 from megajax.pipeline.stash import StashRef
 from megajax.runtime.compat import Literal
 
-__all__ = ["saved_residual", "stash_as_computed"]
+__all__ = ["saved_residual", "stash_as_computed", "stash_at_end"]
 
 Tree = Any
 
@@ -121,6 +121,39 @@ def stash_as_computed(
     return of_result.unflatten(read(values, var) for var in results), jax.tree.unflatten(structure, buffers)
 
 
+def stash_at_end(
+    function: Callable, arguments: Sequence[jax.Array], stash: StashRef, block, stacks: Sequence = ()
+) -> tuple[Tree, Tree]:
+    """As `stash_as_computed`, but everything is written after the last value that is saved.
+
+    In a loop over blocks a block's result has the memory of its input, if nothing reads that afterwards. A write of the
+    input, or of a sum with it, may come after the result, and XLA then copies the input. So a result that is the sum of a
+    saved value and another waits for the writes, and reads the saved one in the stash.
+    """
+    of_result = jax.tree.structure(jax.eval_shape(function, *arguments)[0])
+    closed = inlined_jaxpr(lambda *leaves: jax.tree.leaves(function(*leaves)), *arguments)
+    jaxpr, (buffers, structure) = closed.jaxpr, jax.tree.flatten(stash.buffer)
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    results, saved = jaxpr.outvars[: of_result.num_leaves], jaxpr.outvars[of_result.num_leaves :]
+    total, place = _sum_with_saved(makers, results, saved)
+    last = [
+        eqn for eqn in jaxpr.eqns if eqn is total or total is not None and _is_view_of(makers, eqn, total.outvars[0])
+    ]
+    parts = Parts(jaxpr.invars, arguments, stacks)
+    for eqn in jaxpr.eqns:
+        if all(eqn is not one for one in last):
+            parts.bind(eqn, values)
+    at = [stash.place(number, whole, block) for number, whole in enumerate(buffers)]
+    written = [stash.write_array(*one, read(values, var)) for *one, var in zip(buffers, at, saved, strict=True)]
+    if total is not None:
+        written = lax.optimization_barrier(written)
+        values[total.invars[0]] = stash.read_array(written[place], at[place])
+    for eqn in last:
+        parts.bind(eqn, values)
+    return of_result.unflatten(read(values, var) for var in results), jax.tree.unflatten(structure, written)
+
+
 def saved_residual(function: Callable, arguments: Sequence[jax.Array], number: int) -> int | None:
     """Which saved value, by number, the result is the sum of with another one; None if a kernel does not add up both norms.
 
@@ -149,6 +182,16 @@ def saved_residual(function: Callable, arguments: Sequence[jax.Array], number: i
         and total.invars[1].aval == x.aval
     )
     return sums[0] if fits else None
+
+
+def _sum_with_saved(makers: dict, results: Sequence, saved: Sequence) -> tuple[Any, int | None]:
+    """The equation of the result, if it adds something to a value that is computed and saved, and that value's number."""
+    total = makers.get(_root(makers, results[0])) if len(results) == 1 else None
+    if total is None or total.primitive.name != "add" or any(var.aval != total.outvars[0].aval for var in total.invars):
+        return None, None
+    root = _root(makers, total.invars[0])
+    found = [number for number, var in enumerate(saved) if root in makers and _root(makers, var) is root]
+    return (total, found[0]) if found else (None, None)
 
 
 def _is_view_of(makers: dict, eqn, var) -> bool:

@@ -127,7 +127,7 @@ def _check_arrays(model: PipelineModel, batch: Batch, name: str) -> None:
 def _check_axes(model: PipelineModel, params: Tree) -> None:
     """Checks that `logical_axes` and the masks are like the parameters."""
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
-    for method in ("logical_axes", "decay_mask", "fp32_mask"):
+    for method in ("logical_axes", "decay_mask", "fp32_mask", "lookup_mask"):
         tree = getattr(model, method)()
         found = {
             jax.tree_util.keystr(path, simple=True, separator="/")

@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from megajax.config import ConfigError, TrainConfig
 from megajax.estimate.gpus import DTYPES
+from megajax.pipeline.parameters import ParameterSpecs
 from megajax.pipeline.trained import merge, split
 
 
@@ -35,6 +37,19 @@ def to_compute(params: Any, fp32: Any, precision: str) -> Any:
     """Parameters in the type to compute with; those that the mask `fp32` names stay as they are."""
     dtype = compute_dtype(precision)
     return jax.tree.map(lambda p, keep: p if keep else cast(p, dtype), params, fp32)
+
+
+def uncast(model: Any, specs: ParameterSpecs, drains: bool) -> Any:
+    """Mask of the parameters that a step does not cast: those that the model computes with in fp32, and token tables.
+
+    A table of which `embed` reads and casts rows needs no copy in 16 bits, unless replicas gather it, which sends 16 bits,
+    or the schedule never drains and keeps the weights of a batch in flight.
+    """
+
+    def kept(fp32: bool, looked_up: bool, stored: PartitionSpec, computed: PartitionSpec) -> bool:
+        return fp32 or looked_up and drains and stored == computed
+
+    return jax.tree.map(kept, model.fp32_mask(), model.lookup_mask(), specs.stored, specs.computed)
 
 
 def shared_apart(params: Any) -> Any:

@@ -42,7 +42,7 @@ from megajax.train.deadlocks import with_check
 from megajax.train.latency_estimates import latency_options, with_latencies
 from megajax.train.lr_schedule import Schedule, learning_rate
 from megajax.train.optimizer import MakeOptimizer, make_optimizer, samples_trained
-from megajax.train.precision import cast_frozen, compute_dtype, make_loss_scale, shared_apart, to_compute
+from megajax.train.precision import cast_frozen, compute_dtype, make_loss_scale, shared_apart, to_compute, uncast
 from megajax.train.state import TrainState, average_of, averaged
 
 Tree = Any
@@ -221,7 +221,7 @@ class Training:
 
     def _cast(self, params: Tree) -> Tree:
         """The parameters to compute with: first cast, then gathered from their stored sharding."""
-        params = to_compute(params, self.model.fp32_mask(), self.run.train.precision)
+        params = to_compute(params, uncast(self.model, self.specs, self.program.drains), self.run.train.precision)
         params = shared_apart(params) if self.program.in_place else params
         params = jax.lax.with_sharding_constraint(params, self._named(self.specs.computed))
         return {**params, "blocks": group_blocks(params["blocks"], self.run.parallel.recompute_blocks)}

@@ -9,8 +9,8 @@ import pytest
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.hlo import read
-from megajax.estimate.memory import MUON_COPIES, Sharding, bytes_per_device, rank_parameters, sharded_parameters
-from megajax.estimate.muon_matrices import matrices_of
+from megajax.estimate.memory import Sharding, bytes_per_device, rank_parameters, sharded_parameters
+from megajax.estimate.muon_matrices import COPIES, matrices_of
 from megajax.estimate.program_account import account_of
 from megajax.estimate.program_time import NORM, Program
 from megajax.estimate.step_time import step_time
@@ -94,7 +94,7 @@ def test_the_update_of_a_compiled_program(optimizer, mesh, chunks, model):
     if optimizer == "muon":
         elements = sum(one.share * one.rows * one.columns for one in matrices_of(run))
         copies = compiled.memory_analysis().temp_size_in_bytes / (2 * elements)
-        assert copies == pytest.approx(MUON_COPIES, rel=0.4)
+        assert copies == pytest.approx(COPIES, rel=0.4)
 
 
 def test_the_memory_of_muons_update_counts_where_the_step_needs_less():
@@ -104,4 +104,4 @@ def test_the_memory_of_muons_update_counts_where_the_step_needs_less():
     parts = bytes_per_device(short)
     elements = sum(one.share * one.rows * one.columns for one in matrices_of(short))
     during = sum(parts[name] for name in ("16-bit weights", "stash", "copies", "inboxes", "workspace"))
-    assert during == pytest.approx(MUON_COPIES * 2 * elements)
+    assert during == pytest.approx(COPIES * 2 * elements)

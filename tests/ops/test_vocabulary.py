@@ -4,6 +4,7 @@ And what a rank holds and multiplies of a large vocabulary, in steps compiled fo
 """
 
 import math
+import re
 from functools import partial
 
 import jax
@@ -69,6 +70,27 @@ def test_lookups_in_a_plain_jit(dtype, sequence_parallel, tensor):
         got = jax.jit(partial(both_ways, sequence_parallel))(*arguments)
     assert got[1].sharding.shard_shape(got[1].shape) == (ROWS // tensor, HIDDEN)  # as the table's
     check(got, rows, gradient, dtype)
+
+
+def test_a_table_in_fp32_sends_rows_in_16_bits():
+    """Of a table that a step does not cast: the rows of one in bf16, a gradient that is not rounded, half the bytes sent."""
+    mesh = make_mesh(2)
+    (table, tokens, gradient), *_ = inputs(mesh, jnp.float32)
+
+    def both(table, tokens, gradient):
+        rows, vjp = jax.vjp(lambda table: lookup(table, tokens, True, jnp.bfloat16), table)
+        return rows, vjp(gradient.astype(jnp.bfloat16))[0]
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(both).lower(table, tokens, gradient).compile()
+        rows, of_table = compiled(table, tokens, gradient)
+    assert (rows.dtype, of_table.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(np.float32(rows), np.float32(np.asarray(table).astype(jnp.bfloat16)[tokens]))
+    expected = np.zeros((ROWS, HIDDEN))
+    np.add.at(expected, tokens, np.float64(gradient.astype(jnp.bfloat16)))
+    np.testing.assert_allclose(np.float64(of_table), expected, rtol=1e-5, atol=1e-5)
+    (sent,) = re.findall(r" = u32\[([\d,]+)\]\S* reduce-scatter\(", compiled.as_text())
+    assert math.prod(map(int, sent.split(","))) == tokens.size // 2 * HIDDEN // 2  # pairs of bf16
 
 
 @cases

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.pipeline.early_stash import stash_as_computed
+from megajax.pipeline.early_stash import stash_as_computed, stash_at_end
 from megajax.pipeline.stash import SlotApart, StashRef, empty_stash, with_shared
 
 
@@ -42,6 +42,34 @@ def test_a_matmuls_result_is_read_from_a_slot_that_is_known(slots, reads):
     first = names.index("dot_general")  # x, which the result's sum reads, is written before
     assert names.index("dynamic_update_slice") < names.index("optimization_barrier") < first
     assert names[first:].index("dynamic_update_slice") < names[first:].index("tanh")
+
+
+def sums(x, w):
+    """As `block`, of which the result is the sum of a saved one and the result of a matmul."""
+    middle = x + jnp.tanh(x)
+    return middle + jnp.tanh(middle @ w) @ w.T, {"middle": middle, "x": x}
+
+
+@pytest.mark.parametrize("function", [block, sums])
+def test_a_write_at_the_end(function):
+    result, saved = function(*arguments())
+    stash = StashRef(empty_stash(2, 2, saved), jnp.int32(1))
+    y, buffer = jax.jit(lambda *args: stash_at_end(function, args, stash, jnp.int32(1)))(*arguments())
+    np.testing.assert_allclose(y, result, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), buffer, stash.write(1, saved))
+
+
+def test_a_sum_with_a_saved_value_waits_for_the_writes():
+    """So that nothing reads the block's input after its result is computed, which then has the input's memory in a loop."""
+    stash = StashRef(empty_stash(2, 2, sums(*arguments())[1]), jnp.int32(1))
+    jaxpr = jax.make_jaxpr(lambda *args: stash_at_end(sums, args, stash, jnp.int32(1)))(*arguments()).jaxpr
+    names = [eqn.primitive.name for eqn in jaxpr.eqns]
+    (barrier,) = (number for number, name in enumerate(names) if name == "optimization_barrier")
+    assert names[:barrier].count("dynamic_update_slice") == 2
+    assert names[barrier:].count("add") >= 1 and names[barrier:].count("dynamic_slice") == 1
+    assert jaxpr.invars[0] not in [
+        var for eqn in jaxpr.eqns[barrier + 1 :] for var in eqn.invars if var in jaxpr.invars
+    ]
 
 
 def test_slots_that_are_buffers_of_their_own():

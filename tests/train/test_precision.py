@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError, TrainConfig
-from megajax.train.precision import ScaleRules, all_finite, cast, compute_dtype, dynamic_loss_scale, make_loss_scale
+from megajax.models.context import model_rules, model_shapes
+from megajax.pipeline.parameters import parameter_specs
+from megajax.train.precision import (
+    ScaleRules,
+    all_finite,
+    cast,
+    compute_dtype,
+    dynamic_loss_scale,
+    make_loss_scale,
+    uncast,
+)
+from tests import small
 
 
 def test_compute_dtype_by_name():
@@ -24,6 +35,24 @@ def test_cast_leaves_integers_and_keys_alone():
     small = cast(tree, jnp.bfloat16)
     assert small["weights"].dtype == jnp.bfloat16
     assert all(small[name].dtype == tree[name].dtype for name in ("step", "mask", "key"))
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "zero", "drains", "want"),
+    [
+        (small.LLAMA, 2, 0, True, True),
+        (small.LLAMA, 2, 1, True, False),  # gathered over data: in 16 bits
+        (small.LLAMA, 1, 1, True, True),
+        (small.LLAMA, 2, 0, False, False),
+        (small.MODEL, 2, 0, True, False),  # tied: the head multiplies with it
+    ],
+)
+def test_a_table_that_is_only_looked_up_has_no_copy_in_16_bits(model, data, zero, drains, want):
+    run = small.make_run((data, 2, 2), model=model, zero=zero)
+    shapes = model_shapes(run)
+    kept = uncast(shapes, parameter_specs(shapes, run.parallel, model_rules(run)), drains)
+    assert kept["shared"]["embedding"]["tokens"] is want
+    assert sum(jax.tree.leaves(kept)) == want
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
