@@ -98,6 +98,14 @@ def configs(layers: int = LAYERS) -> dict:
             attention_bias=True,
             use_qk_norm=True,
         ),
+        "dots1": t.Dots1Config(
+            **sizes | experts | {"intermediate_size": 20},
+            **shared,
+            attention_bias=True,
+            norm_topk_prob=True,
+            sliding_window=5,
+            layer_types=mixed,
+        ),
         "deepseek_v2": t.DeepseekV2Config(
             **latent,
             **shared,
@@ -255,6 +263,6 @@ FAMILIES = (
         "cohere2",
         "starcoder2",
     ),
-    *("ministral", "ministral3", "exaone4", "seed_oss", "glm4_moe", "qwen2_moe", "gpt_oss"),
+    *("ministral", "ministral3", "exaone4", "seed_oss", "glm4_moe", "dots1", "qwen2_moe", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "mamba2", "qwen3_next", "llama4_text", "granitemoehybrid", "nemotron_h"),
 )

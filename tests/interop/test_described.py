@@ -48,7 +48,7 @@ LAYOUTS = {
 }
 # Ring attention has no soft caps, sinks and states, and needs stages with one order of dense and sparse layers.
 WITHOUT_CONTEXT = ("deepseek_v2", "deepseek_v3", "gemma2", "glm4_moe", "gpt_oss", "qwen2_moe", "mamba2", "qwen3_next")
-WITHOUT_CONTEXT += ("granitemoehybrid", "nemotron_h")
+WITHOUT_CONTEXT += ("granitemoehybrid", "nemotron_h", "dots1")
 CASES = [
     (family, layout)
     for family in FAMILIES

@@ -313,6 +313,17 @@ DESCRIPTIONS = (
         has_experts=True,
     ),
     Description(
+        "dots1",
+        "Dots1ForCausalLM",
+        {"router_scores": "sigmoid", "query_key_norm": True},
+        ROUTED | GROUPS | {"qkv_biases": "attention_bias", "output_biases": "attention_bias"},
+        leaves=SHARED_EXPERTS,
+        layers="types",
+        read=_read_shared,
+        write=_write_shared,
+        has_experts=True,
+    ),
+    Description(
         "deepseek_v2",
         "DeepseekV2ForCausalLM",
         {"rotary_pairs": "neighbours", "router_normalize": False},
