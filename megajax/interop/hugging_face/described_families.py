@@ -65,7 +65,8 @@ def _read_shared(keys: Keys, fields: Fields) -> Fields:
 
 def _write_shared(model: ModelConfig) -> dict[str, Any]:
     shared = model.shared_feedforward // model.feedforward_size
-    return {"n_shared_experts": shared, "intermediate_size": model.of_kind(DENSE).feedforward_size}
+    dense, further = model.of_kind(DENSE).feedforward_size, model.mtp_num_layers
+    return {"n_shared_experts": shared, "intermediate_size": dense, "num_nextn_predict_layers": further}
 
 
 def _read_latent(keys: Keys, fields: Fields) -> Fields:
@@ -120,8 +121,7 @@ def _read_v3(keys: Keys, fields: Fields) -> Fields:
 
 
 def _write_v3(model: ModelConfig) -> dict[str, Any]:
-    more = {"rope_interleave": model.rotary_pairs == "neighbours", "num_nextn_predict_layers": 0}
-    return _write_latent(model) | more
+    return _write_latent(model) | {"rope_interleave": model.rotary_pairs == "neighbours"}
 
 
 def _norms(
