@@ -12,8 +12,7 @@ __all__ = ["check_mtp", "mtp_block", "mtp_parameters"]
 def mtp_block(model: Any) -> Any:
     """The `ModelConfig` of a model all of whose layers are as the last one, which the modules' blocks are like."""
     last = variants(model)[variant_numbers(model)[-1]]
-    kinds = last.layer_kinds
-    last = last.of_kind(kinds[-1]) if kinds else last
+    last = last.of_kind((last.layer_kinds or (None,))[-1])
     return dataclasses.replace(last, layer_pattern=NO_PATTERN, kind_fields=(), mtp_num_layers=0)
 
 
@@ -24,24 +23,13 @@ def mtp_parameters(model: Any, block: int) -> int:
 
 
 def check_mtp(model: Any) -> None:
-    """Checks a `ModelConfig` whose other fields are legal.
-
-    Raises:
-        ConfigError: it cannot predict further tokens.
-    """
-    if not model.mtp_num_layers:
-        return
-    given = f"mtp_num_layers = {model.mtp_num_layers}"
-    if not model.causal:
-        raise ConfigError(f"{given} predicts tokens that follow, and BERT attends to them: pass --mtp-num-layers 0.")
-    if "none" in model.mixers:
-        raise ConfigError(
-            f"{given} needs a block with a mixer and an MLP, and layers of this model have one of the two: pass "
-            "--mtp-num-layers 0."
-        )
-    if model.lora:
-        raise ConfigError(
-            f"{given} trains modules, and lora = {model.lora} adapters alone: pass --mtp-num-layers 0 or --lora 0."
-        )
-    if model.mtp_num_layers >= model.sequence_length:
-        raise ConfigError(f"{given} must be below sequence_length = {model.sequence_length}: pass --mtp-num-layers 1.")
+    """Raises ConfigError if a `ModelConfig` whose other fields are legal cannot predict further tokens."""
+    problems = {
+        "predicts tokens that follow, and BERT attends to them": not model.causal,
+        "needs a block with a mixer and an MLP, and layers of this model have one of the two": "none" in model.mixers,
+        f"trains modules, and lora = {model.lora} adapters alone": model.lora,
+        f"must be below sequence_length = {model.sequence_length}": model.mtp_num_layers >= model.sequence_length,
+    }
+    for problem, found in problems.items() if model.mtp_num_layers else ():
+        if found:
+            raise ConfigError(f"mtp_num_layers = {model.mtp_num_layers} {problem}: pass --mtp-num-layers 0.")

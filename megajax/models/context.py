@@ -97,13 +97,12 @@ def model_shapes(
     if run.train.distill_weight and run.parallel.context > 1:
         raise ConfigError("distill_weight does not work with context, which splits the sequence: pass --context 1.")
     rules = rules or model_rules(run, model)
-    if getattr(run.model, "mtp_num_layers", 0) and run.parallel.rings and run.parallel.pipe > 1:
-        name = run.parallel.rings[0]
-        if not rules.vocabulary_over_pipe:
-            raise ConfigError(
-                f"{name} = {getattr(run.parallel, name)} communicates round a ring that all pipeline ranks reach together, "
-                "and the modules of mtp_num_layers are on the last stage alone: pass --vocab-parallel pipe, or --pipe 1."
-            )
+    alone = run.parallel.pipe > 1 and not rules.vocabulary_over_pipe
+    if alone and run.parallel.rings and getattr(run.model, "mtp_num_layers", 0):
+        raise ConfigError(
+            f"{run.parallel.rings[0]} communicates round a ring that all pipeline ranks reach together, and the modules of "
+            "mtp_num_layers are on the last stage alone: pass --vocab-parallel pipe, or --pipe 1."
+        )
     if rules.vocabulary_over_pipe and not model.vocabulary_over_pipe:
         raise ConfigError(
             f"the sharding rules split vocabulary over pipe, but {model.__name__} has an embedding or a head that need not "

@@ -2,10 +2,9 @@
 
     params = {"blocks": {...}, "shared": {"embedding": {"tokens", "positions"}, "head": {"norm", "vocabulary"}}}
 
-llama has no "positions", a model with tied embeddings no "vocabulary", one that predicts further tokens "mtp1" and so on too
-(`megajax.models.mtp`). The vocabulary is padded to lcm(128, shares) rows,
-so that the devices that share it have as many rows each: padded rows are zero and their logits masked, so they get no
-gradient and change no loss.
+llama has no "positions", a model with tied embeddings no "vocabulary"; modules for further tokens are "mtp1" and so on.
+The vocabulary is padded to lcm(128, shares) rows, so that the devices that share it have as many rows each: padded rows are
+zero and their logits masked, so they get no gradient and change no loss.
 """
 
 from collections.abc import Mapping
@@ -201,18 +200,15 @@ class GPT(NNXModel):
 
     def prepare_batch(self, batch: Microbatch) -> Microbatch:
         """Also the shares in the balance losses, and what is further on; a batch without "weights" has no losses."""
-        if "weights" not in batch:
-            return batch
-        balance = moe.balance_arrays(batch) if self.config.experts else {}
-        return {**batch, **balance, **mtp.ahead(batch, self.config.mtp_num_layers)}
+        balance = moe.balance_arrays(batch) if self.config.experts and "weights" in batch else {}
+        return {**batch, **balance, **(mtp.ahead(batch, self.config.mtp_num_layers) if "weights" in batch else {})}
 
     def take_measurements(self, gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         """With experts, "expert_load" and "router_losses" of each layer that has them; losses of multi-token prediction."""
         gradients, found = moe.take_measurements(gradients) if self.config.experts else (gradients, {})
-        if not self.config.mtp_num_layers:
-            return gradients, found
-        gradients, further = mtp.take_measurements(gradients, self.config)
-        return gradients, found | {"outside": further}
+        if self.config.mtp_num_layers:
+            gradients, found["outside"] = mtp.take_measurements(gradients, self.config)
+        return gradients, found
 
     def apply_measurements(self, updates: Tree, measurements: Mapping[str, jax.Array]) -> Tree:
         """Moves the biases that balance experts."""

@@ -21,16 +21,12 @@ COLUMN = ("column", ("full",))  # of a matmul from the block's input
 
 def transformer_costs(config: ModelConfig) -> ModelCosts:
     """The costs of a decoder-only transformer (`models/transformer.py`, `models/gpt.py`), counted from its shape."""
-    costs, modules, hidden = _model_costs(config), config.mtp_num_layers, config.hidden
-    if not modules:
+    costs = _model_costs(config)
+    if not config.mtp_num_layers:
         return costs
-    further = dataclasses.replace(
-        _model_costs(mtp_block(config)),
-        layers=modules,
-        shared=Parameters(whole=mtp_parameters(config, 0)),
-        head=(Matmul("mtp_projection", 2 * hidden, hidden, "sequence"),),
-    )
-    return dataclasses.replace(costs, further=further)
+    head = (Matmul("mtp_projection", 2 * config.hidden, config.hidden, "sequence"),)
+    outside = {"shared": Parameters(whole=mtp_parameters(config, 0)), "head": head, "layers": config.mtp_num_layers}
+    return dataclasses.replace(costs, further=dataclasses.replace(_model_costs(mtp_block(config)), **outside))
 
 
 def _model_costs(config: ModelConfig) -> ModelCosts:
