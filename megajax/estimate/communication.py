@@ -130,7 +130,7 @@ def _modules(run: RunConfig) -> list[Sent]:
     program, parallel = StepProgram.of(one), run.parallel
     found = _tensor(program) if parallel.tensor > 1 else []
     found += _expert(program) if parallel.expert > 1 else []
-    found += _data(one.with_layout(zero=0))
+    found += _data(one)
     return [
         dataclasses.replace(sent, part=ENDS, what=f"{sent.what}, of modules") for sent in found if sent.part == BLOCKS
     ]

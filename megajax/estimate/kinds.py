@@ -54,7 +54,7 @@ def modules_run(run: RunConfig) -> RunConfig | None:
         "live_chunks": None,
     }
     model = dataclasses.replace(mtp_block(run.model), layers=further.layers)
-    return dataclasses.replace(run, model=model).with_layout(**alone, recompute="none", recompute_blocks=1)
+    return dataclasses.replace(run, model=model).with_layout(**alone, recompute="none", recompute_blocks=1, zero=0)
 
 
 def stage_layer_counts(run: RunConfig) -> tuple[tuple[int, ...], ...]:

@@ -40,7 +40,7 @@ class Program(Kernels):
         super().__init__(run, gpu)
         self.kinds = [(Blocks(kind.run, gpu, self.program), kind.slots) for kind in layers_of_kinds(run)]
         modules = modules_run(run)
-        self.modules = Blocks(modules, gpu, self.program) if modules else None
+        self.modules = Blocks(modules, gpu) if modules else None  # in no loop, whatever the schedule
 
     @functools.cached_property
     def _counts(self) -> tuple[int, ...]:

@@ -7,13 +7,18 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.config import ConfigError, preset
+from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.mtp import mtp_block
 from megajax.estimate import model_costs
-from megajax.estimate.flops import forward_flops
+from megajax.estimate.communication import collectives
+from megajax.estimate.flops import flops_per_step, forward_flops
+from megajax.estimate.gpus import GPUS
+from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.step_time import step_time
 from megajax.models.context import model_shapes
 from megajax.models.mtp import ahead
 from megajax.models.preference import PolicyModel
+from megajax.pipeline.program import StepProgram
 from megajax.train.step_line import plain_line
 from tests import small
 
@@ -88,3 +93,22 @@ def test_a_step_shows_the_losses():
     record = {"step": 3, "loss": 2.5, "mtp1_loss": 3.25, "loss_scale": 1, "skipped_steps": 0, "bad_steps": 0}
     record |= {"compiled": 1, "grad_norm": 1.0, "learning_rate": 1e-3, "step_seconds": 0.1, "batch": 4}
     assert plain_line(record, 10).startswith("step 3/10  loss 2.5000  mtp1 loss 3.2500  ")
+
+
+def test_memory_communication_and_time_have_the_modules():
+    """Their weights are on every stage, and their work, and what it keeps, on the last one."""
+    model = preset("llama3.2-1b")
+    train = TrainConfig(global_batch_size=32, precision="bf16")
+    layout = ParallelConfig(pipe=4, tensor=2, schedule="1f1b", vocab_parallel="tensor", attention="cudnn")
+    was, now = (RunConfig(dataclasses.replace(model, mtp_num_layers=count), layout, train) for count in (0, 1))
+    before, after = bytes_per_device(was), bytes_per_device(now)
+    norms_and_projection = 5 * 2048 + 2 * 2048**2
+    held = (now.model.parameters - was.model.parameters - norms_and_projection) // 2 + norms_and_projection
+    assert after["weights"] - before["weights"] == 4 * held == after["gradients"] - before["gradients"]
+    assert after["stash"] == before["stash"] and after["workspace"] > before["workspace"]
+    sent = {one.what for one in collectives(StepProgram.of(now))}
+    assert "pairs of matmuls, of modules" in sent and "pairs of matmuls" in sent
+    gpu = GPUS["h100-80gb"]
+    took = step_time(now, gpu).total - step_time(was, gpu).total
+    least = (flops_per_step(now) - flops_per_step(was)) / 2 / 989e12  # on the two devices of a stage
+    assert least < took < 3 * least
