@@ -16,7 +16,8 @@ from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, 
 from megajax.estimate.error_bars import kind_of
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Gpu, find_gpu
-from megajax.estimate.memory import USABLE_SHARE, Sharding, bytes_per_device
+from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
+from megajax.estimate.parameters import Sharding
 
 __all__ = ["MODELS", "ROWS", "Row", "equation_3_flops"]
 

@@ -16,6 +16,7 @@ from megajax.config.lora import check_lora, lora_parameters
 from megajax.config.mixers import MIXERS, check_mixer, mixer_parameters
 from megajax.config.model_sizes import ModelSizes
 from megajax.config.model_split import check_split
+from megajax.config.mtp import check_mtp, mtp_block, mtp_parameters
 from megajax.config.parallel import ParallelConfig
 from megajax.config.rotary import check_rotary
 
@@ -207,6 +208,10 @@ class ModelConfig(ModelSizes):
     residual_multiplier: float = setting(1.0, "factor on what attention and MLP add to the residual")
     logit_multiplier: float = setting(1.0, "factor on the logits")
     logit_softcap: float | None = setting(None, "bound c of logits x, which become c tanh(x / c)", shown_default="none")
+    mtp_num_layers: int = setting(
+        0, "modules that predict one token further each, in training (multi-token prediction, DeepSeek-V3)", low=0
+    )
+    mtp_loss_scaling_factor: float = setting(0.1, "weight of the mean of these modules' losses", low=0)
     tied_embeddings: bool = setting(True, "the output head uses the token embedding's weights")
     biases: bool = setting(True, "linear layers and layer norms add a bias (an rmsnorm never does)")
     qkv_biases: bool | None = setting(None, "queries, keys and values add a bias", shown_default="as biases")
@@ -264,7 +269,8 @@ class ModelConfig(ModelSizes):
         position_table = self.sequence_length * self.hidden if self.positions == "learned" else 0
         token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
         blocks = sum(count * one._block_parameters for one, count in self._kinds)
-        return blocks + position_table + token_tables + self._norm_parameters + lora_parameters(self)
+        further = mtp_parameters(self, mtp_block(self)._block_parameters) if self.mtp_num_layers else 0
+        return blocks + position_table + token_tables + self._norm_parameters + lora_parameters(self) + further
 
     @property
     def _kinds(self) -> list[tuple["ModelConfig", int]]:
@@ -291,7 +297,8 @@ class ModelConfig(ModelSizes):
         if not self.experts:
             return self.parameters
         unused = expert_parameters(self) - expert_parameters(self, self.experts_per_token)
-        return self.parameters - unused * sum(count for one, count in self._kinds if one.experts)
+        further = self.mtp_num_layers if self.mtp_num_layers and mtp_block(self).experts else 0
+        return self.parameters - unused * (further + sum(count for one, count in self._kinds if one.experts))
 
     def validate(self) -> None:
         """Checks the model's own shape.
@@ -318,6 +325,7 @@ class ModelConfig(ModelSizes):
         check_layer_kinds(self)
         check_layer_pattern(self)
         check_lora(self)
+        check_mtp(self)
 
     def check_parallel(self, parallel: ParallelConfig) -> None:
         """Checks that this model's arrays can be split as `parallel` requires; both are already validated.

@@ -62,6 +62,7 @@ def _parameters(model: ModelConfig) -> dict[str, Any]:
         "attention_gate": model.attention_gate,
         "query_key_norm": model.query_key_norm and model.query_key_norm_over,
         "experts": model.experts,
+        "mtp_num_layers": model.mtp_num_layers,
         "lora": (model.lora, lora_targets(model.of_kind("dense") if model.layer_kinds else model)),
     }
     if model.mixers != ("attention",):  # also where layers with a mixer have no MLP

@@ -32,7 +32,7 @@ def layers_of_stages(layout: str | None) -> tuple[int, ...] | None:
         if len(text) > MOST:
             raise ConfigError(f"{given} has more than {MOST} layers and stages.")
     if other := re.search(r"[^Et|L]", text):
-        hint = " (layers that predict further tokens are not supported)" if other[0] == "m" else ""
+        hint = " (modules of --mtp-num-layers are always on the last stage)" if other[0] == "m" else ""
         raise ConfigError(f"{given} has {shown(other[0])}{hint}: {FORM}.")
     if not (text.startswith("E") and text.endswith("L")) or text.count("E") + text.count("L") > 2:
         raise ConfigError(f"{given} must begin with E, end with L, and have both once: {FORM}.")

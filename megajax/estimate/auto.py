@@ -53,6 +53,7 @@ def placements(run: RunConfig) -> list[RunConfig]:
     """The runs that `vocab_parallel` may resolve to, least memory first: one if it is not auto, or if all are the same."""
     if run.parallel.vocab_parallel != "auto":
         return [run]
-    costs = model_costs(run.model)
-    differ = run.parallel.pipe > 1 and costs.vocabulary_width
+    costs, parallel = model_costs(run.model), run.parallel
+    differ = parallel.pipe > 1 and costs.vocabulary_width
+    differ = differ and not (costs.further and parallel.rings)  # whose modules all ranks reach together
     return [run.with_layout(vocab_parallel=one) for one in (("pipe", "tensor") if differ else ("pipe",))]

@@ -23,13 +23,14 @@ from megajax.config import ParallelConfig, RunConfig
 from megajax.config.model_split import heads_of_device
 from megajax.estimate import model_costs
 from megajax.estimate.expert_dispatch import BY_ALL_TO_ALL, CHOICES, GATHER, dispatches, sent_share
-from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
-from megajax.estimate.memory import (
-    ITEMSIZE,
+from megajax.estimate.kinds import layers_of_kinds, modules_run, stage_layer_counts
+from megajax.estimate.memory import ITEMSIZE, rows_of
+from megajax.estimate.parameters import (
     Sharding,
     block_arrays,
     block_parameters,
-    rows_of,
+    experts_of_modules,
+    parameters_of_ends,
     trained_rank_parameters,
     trained_shared_parameters,
 )
@@ -118,7 +119,21 @@ def collectives(program: StepProgram) -> list[Sent]:
     found = _tensor(program) if parallel.tensor > 1 else []
     found += _pipe(program) if parallel.pipe > 1 else []
     found += _expert(program) if parallel.expert > 1 else []
-    return found + _data(program.run) + step_sends(program.run)
+    return found + _modules(program.run) + _data(program.run) + step_sends(program.run)
+
+
+def _modules(run: RunConfig) -> list[Sent]:
+    """Those of the blocks of multi-token prediction, which are computed with the head."""
+    one = modules_run(run)
+    if one is None:
+        return []
+    program, parallel = StepProgram.of(one), run.parallel
+    found = _tensor(program) if parallel.tensor > 1 else []
+    found += _expert(program) if parallel.expert > 1 else []
+    found += _data(one)
+    return [
+        dataclasses.replace(sent, part=ENDS, what=f"{sent.what}, of modules") for sent in found if sent.part == BLOCKS
+    ]
 
 
 def _activation(run: RunConfig) -> int:
@@ -300,7 +315,7 @@ def step_sends(run: RunConfig) -> list[Sent]:
     lines = replica_sends(run, held)
     axis, degrees, size = ("data and pipe", "(dCp-1)/(dCp)", replicas * pipe) if together else ("pipe", "(p-1)/p", pipe)
     if pipe > 1:  # with ZeRO they are reduced over the replicas first
-        each = 2 * (size - 1) / size * rest * GRADIENT / (replicas if parallel.zero else 1)
+        each = 2 * (size - 1) / size * (rest + experts_of_modules(run)) * GRADIENT / (replicas if parallel.zero else 1)
         what, formula = "gradients of what all stages hold", f"2 {degrees} of them, once"
         lines.append(Sent(axis, REDUCE, what, STEP, formula, 1, each, True, size))
     return lines
@@ -311,7 +326,7 @@ def _on_all_stages(run: RunConfig) -> int:
     if trained := trained_parameters(run):
         return trained.on_all_stages
     over_pipe = Sharding.from_config(run).vocabulary_over_pipe
-    return model_costs(run.model).shared.on_device(run.parallel.tensor) if over_pipe else _shared(run)
+    return parameters_of_ends(model_costs(run.model), run.parallel.tensor) if over_pipe else _shared(run)
 
 
 def _shared(run: RunConfig) -> int:

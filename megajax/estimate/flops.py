@@ -9,6 +9,8 @@ Megatron-LM, and so is what a sliding window hides. Fused causal attention compu
 sequences. Two MFUs are comparable only if they count attention in the same way; `causal_flops_per_step` counts the other.
 """
 
+import dataclasses
+
 from megajax.config import RunConfig
 from megajax.estimate import model_costs
 from megajax.estimate.trained import trained_parameters
@@ -34,7 +36,13 @@ def forward_flops(model: ModelCosts) -> dict[str, int]:
         for name, count in multiply_adds_per_layer.items():
             flops[name] = flops.get(name, 0) + 2 * layers * count
     flops |= {one.name: 2 * tokens * one.inputs * one.outputs for one in model.head}
-    return flops | {"logits": 2 * tokens * model.hidden * model.vocabulary}
+    flops["logits"] = 2 * tokens * model.hidden * model.vocabulary
+    if model.further:  # its blocks, projections and logits
+        for name, count in forward_flops(dataclasses.replace(model.further, vocabulary=0)).items():
+            several = model.further.layers if name in {one.name for one in model.further.head} else 1
+            flops[name] = flops.get(name, 0) + several * count
+        flops["logits"] *= 1 + model.further.layers
+    return flops
 
 
 def flops_per_step(run: RunConfig) -> int:

@@ -37,7 +37,7 @@ from megajax.estimate.hlo_parser import (
     second_part,
     visits,
 )
-from megajax.estimate.memory import Sharding
+from megajax.estimate.parameters import Sharding
 from megajax.ops.expert_rounds import ROUNDS
 from megajax.pipeline.embedding_and_head import ENDS
 from megajax.pipeline.options import MERGED, SEND, embeds_ahead, is_merged

@@ -12,6 +12,8 @@ from typing import Any
 
 from megajax.config import RunConfig
 from megajax.config.layer_kinds import layer_kinds
+from megajax.config.mtp import mtp_block
+from megajax.estimate import model_costs
 from megajax.schedules.stages import StageLayers
 
 
@@ -36,6 +38,23 @@ def layers_of_kinds(run: RunConfig) -> tuple[LayerKind, ...]:
     return tuple(
         LayerKind(dataclasses.replace(run, model=model), count) for model, count in zip(models, slots, strict=True)
     )
+
+
+def modules_run(run: RunConfig) -> RunConfig | None:
+    """A run whose layers are the blocks of multi-token prediction, which recompute nothing; None: there are none."""
+    further = model_costs(run.model).further
+    if further is None:
+        return None
+    alone = {
+        "pipe": 1,
+        "chunks": 1,
+        "schedule": "1f1b",
+        "pipeline_layout": None,
+        "group_size": None,
+        "live_chunks": None,
+    }
+    model = dataclasses.replace(mtp_block(run.model), layers=further.layers)
+    return dataclasses.replace(run, model=model).with_layout(**alone, recompute="none", recompute_blocks=1, zero=0)
 
 
 def stage_layer_counts(run: RunConfig) -> tuple[tuple[int, ...], ...]:

@@ -6,15 +6,25 @@ The schedule's slots (`pipeline/slots.py`) times what a block keeps under a reco
 over the grid of runs that these terms were read from.
 """
 
-import dataclasses
 from collections.abc import Iterable
 
 from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
-from megajax.estimate.kinds import layers_of_kinds
+from megajax.estimate.kinds import layers_of_kinds, modules_run
 from megajax.estimate.muon_matrices import bytes_of_update
 from megajax.estimate.optimizer_state import bytes_per_parameter
+from megajax.estimate.parameters import (
+    Sharding,
+    block_parameters,
+    experts_of_modules,
+    frozen_parameters,
+    looked_up_parameters,
+    rank_block_parameters,
+    sharded_parameters,
+    trained_rank_parameters,
+    trained_shared_parameters,
+)
 from megajax.estimate.trained import trained_parameters
 from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
@@ -24,123 +34,6 @@ from megajax.schedules.registry import Slots
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 USABLE_SHARE = MEMORY_FRACTION  # of a GPU's memory, by a program
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharding:
-    """What is sharded beyond the pipeline stages and tensor parallelism.
-
-    Attributes:
-      zero: 0, nothing; 1, fp32 weights and optimizer state over data-parallel replicas (ZeRO-1, 1910.02054); 3, gradients
-        and 16-bit weights too, gathered block by block when needed.
-      vocabulary_over_pipe: the token table and the head's matmul are split over pipe * tensor, not over tensor.
-      shards: replicas that ZeRO-3 shards over, and keeps as many copies as there are such groups; None: all replicas.
-    """
-
-    zero: int = 0
-    vocabulary_over_pipe: bool = False
-    shards: int | None = None
-
-    @classmethod
-    def from_config(cls, run: RunConfig) -> "Sharding":
-        """The sharding of a run; without token tables, no table is split over pipe."""
-        tables = model_costs(run.model).vocabulary_width > 0
-        return cls(run.parallel.zero, run.parallel.vocabulary_over_pipe and tables)
-
-
-def shared_parameters(model: ModelCosts, tensor: int, pipe: int, sharding: Sharding) -> int:
-    """Parameters outside the blocks on one device; every stage holds them."""
-    rows = _table_rows(model, tensor, pipe, sharding)
-    return rows * model.vocabulary_width + model.shared.on_device(tensor)
-
-
-def _table_rows(model: ModelCosts, tensor: int, pipe: int, sharding: Sharding) -> int:
-    """Rows of a token table on one device."""
-    split = tensor * (pipe if sharding.vocabulary_over_pipe else 1)
-    return padded_vocabulary(model.vocabulary, split) // split
-
-
-def _uncast_parameters(run: RunConfig, sharding: Sharding) -> int:
-    """Parameters on one device that have no copy in the precision of the matmuls (`train.precision.uncast`)."""
-    model, parallel = model_costs(run.model), run.parallel
-    gathered = sharding.zero and parallel.replicas > 1
-    if gathered or trained_parameters(run) is not None or not StepProgram.of(run).drains:
-        return 0
-    return model.looked_up_width * _table_rows(model, parallel.tensor, parallel.pipe, sharding)
-
-
-def block_parameters(run: RunConfig) -> tuple[int, int]:
-    """Parameters of one block on one device, before ZeRO: those outside its experts, and its experts'.
-
-    Of a run whose layers are all of one kind (`kinds.layers_of_kinds`).
-    """
-    model, parallel = model_costs(run.model), run.parallel
-    block = model.block.on_device(parallel.tensor)
-    if model.experts is None:
-        return block, 0
-    every, own = (model.experts.on_device(parallel.tensor, degree) for degree in (1, parallel.expert))
-    return block - every, own
-
-
-def block_arrays(run: RunConfig) -> tuple[int, int]:
-    """How many arrays a block's parameters are: those outside its experts, and its experts'.
-
-    Of a run whose layers are all of one kind (`kinds.layers_of_kinds`).
-    """
-    model, costs = run.model, model_costs(run.model)
-    experts = sum(one.name.startswith("experts") for one in costs.matmuls)
-    dense = len(costs.matmuls) - experts
-    norms = getattr(model, "block_norms", 2) * (2 if getattr(model, "norm", "") == "layernorm" else 1)
-    vectors = norms + dense * getattr(model, "biases", False) + 2 * getattr(model, "query_key_norm", False)
-    return dense + vectors, max(1, experts)
-
-
-def rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
-    """Parameters of a rank on one device, before ZeRO: those outside the experts, and the experts'.
-
-    The first have d C replicas, the others d C / N.
-    """
-    model, parallel = model_costs(run.model), run.parallel
-    common, experts = rank_block_parameters(run)
-    return common + shared_parameters(model, parallel.tensor, parallel.pipe, sharding), experts
-
-
-def rank_block_parameters(run: RunConfig) -> tuple[int, int]:
-    """Parameters of all blocks of a rank on one device; a slot without a layer takes as much memory as another."""
-    held = [(kind.rank_slots, block_parameters(kind.run)) for kind in layers_of_kinds(run)]
-    return sum(slots * common for slots, (common, _) in held), sum(slots * experts for slots, (_, experts) in held)
-
-
-def trained_rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
-    """Those of `rank_parameters` that are trained."""
-    trained = trained_parameters(run)
-    if trained is None:
-        return rank_parameters(run, sharding)
-    slots = [kind.rank_slots for kind in layers_of_kinds(run)]
-    common, experts = (
-        sum(n * block[which] for n, block in zip(slots, trained.blocks, strict=True)) for which in (0, 1)
-    )
-    return common + trained.shared, experts
-
-
-def frozen_parameters(run: RunConfig, sharding: Sharding) -> int:
-    """Parameters on one device that are not trained: stored as they are computed with, of blocks sharded by ZeRO-3."""
-    trained = trained_parameters(run)
-    if trained is None:
-        return 0
-    shared = shared_parameters(model_costs(run.model), run.parallel.tensor, run.parallel.pipe, sharding)
-    own = trained_rank_parameters(run, sharding)
-    common, experts = (max(0, a - b) for a, b in zip(rank_parameters(run, sharding), own, strict=True))
-    outside = max(0, shared - trained.shared)
-    return outside + sharded_parameters(run, (max(0, common - outside), experts), sharding.zero >= 3)
-
-
-def sharded_parameters(run: RunConfig, of_rank: tuple[int, int], is_sharded: bool) -> int:
-    """Parameters of a rank on one device (`rank_parameters`), sharded over their replicas or not."""
-    (common, experts), replicas = of_rank, run.parallel.replicas
-    if not is_sharded:
-        return common + experts
-    return common // replicas + experts // (replicas // run.parallel.expert)
 
 
 def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Slots | None = None) -> dict[str, int]:
@@ -164,24 +57,25 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     of_rank, frozen = trained_rank_parameters(run, sharding), item * frozen_parameters(run, sharding)
     state, work = (sharded_parameters(run, of_rank, sharding.zero >= level) for level in (1, 3))
     versions = 1 if program.drains else 2  # of weights, and of the gradients of each
+    uncast = looked_up_parameters(run, sharding) if program.drains else 0  # `train.precision.uncast`
     residual = rows_of(model, parallel) * model.hidden * item // parallel.sequence_shares
     mode = "none" if program.unrolls else None
     stashed = slots.stash if not parallel.offload_activations else 0  # otherwise it is in host memory
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
-    workspace = max(_workspace(kind.run, item, sharding) for kind in kinds)
+    workspace = max(*(_workspace(kind.run, item, sharding) for kind in kinds), _modules_workspace(run, item, sharding))
     copies = stashed * of_chunk(stash_copies)
     beside = workspace if max(kind.slots for kind in kinds) == 1 else 0  # whose memory copies of the stash share
     # ZeRO-3 gathers what is outside the blocks once, for the whole step.
     shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
     elsewhere = shared - shared // parallel.replicas
+    if sharding.zero >= 3 and (own := experts_of_modules(run)):
+        elsewhere += own - own * parallel.expert // parallel.replicas
     gathered = item * elsewhere if item < 4 else 0
     # Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
     # hoists the transposition of the blocks' weights out of the loops.
     transposed = item * sum(rank_block_parameters(run)) if run.train.matmul_dtype == "fp8" else 0
     during = {
-        "16-bit weights": (
-            versions * item * (work - _uncast_parameters(run, sharding)) if item < 4 or versions > 1 else 0
-        )
+        "16-bit weights": (versions * item * (work - uncast) if item < 4 or versions > 1 else 0)
         + (versions * frozen if versions > 1 else 0)
         + gathered
         + transposed,
@@ -219,14 +113,6 @@ def _optimizer_state(run: RunConfig, held: int, sharding: Sharding) -> int:
     shared = trained_shared_parameters(run, sharding)
     shared //= run.parallel.replicas if sharding.zero else 1
     return round(of_blocks * (held - shared) + of_shared * shared) + average
-
-
-def trained_shared_parameters(run: RunConfig, sharding: Sharding) -> int:
-    """Those of `shared_parameters` that are trained."""
-    trained = trained_parameters(run)
-    if trained is not None:
-        return trained.shared
-    return shared_parameters(model_costs(run.model), run.parallel.tensor, run.parallel.pipe, sharding)
 
 
 def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
@@ -357,6 +243,22 @@ def _workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     dropped = (1 + item) * (heads > 0 and model.attention.dropout > 0)
     scores = (4 * item + dropped) * samples * heads * tokens * tokens // tensor
     return max(gradients + scores + scratch + gathered, logits)
+
+
+def _modules_workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
+    """Bytes that are live while the head and the modules of multi-token prediction are computed; 0 without them.
+
+    Forward and backward follow each other: the head's logits, and of each module what its block keeps for its backward, its
+    logits, and four arrays of all tokens; beside the work of a block, or of the gradient of logits.
+    """
+    modules, model, parallel = modules_run(run), model_costs(run.model), run.parallel
+    if modules is None:
+        return 0
+    split = parallel.tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
+    logits = item * rows_of(model, parallel) * padded_vocabulary(model.vocabulary, split) // split
+    whole = item * rows_of(model, parallel) * model.hidden
+    each = kept_of_block(modules, item, "none") + logits + 4 * whole
+    return 2 * logits + 3 * whole + model.further.layers * each + _workspace(modules, item, Sharding())
 
 
 def _block_workspace(run: RunConfig, item: int) -> int:

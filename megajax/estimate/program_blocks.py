@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 from megajax.estimate.attention_kernels import CONTEXT_MERGED, AttentionKernels
 from megajax.estimate.expert_kernels import EXPERTS_HIDDEN, SLICE, ExpertKernels
-from megajax.estimate.memory import block_arrays, is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
+from megajax.estimate.memory import is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
 from megajax.estimate.merged_ticks import exposed_parts, has_latencies
+from megajax.estimate.parameters import block_arrays
 from megajax.estimate.program_kernels import Work
 from megajax.estimate.rates import in_a_host
 from megajax.estimate.sharded_blocks import (

@@ -11,8 +11,8 @@ import operator
 from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate.communication import step_sends
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
-from megajax.estimate.memory import sharded_parameters, trained_rank_parameters
+from megajax.estimate.kinds import layers_of_kinds, modules_run, stage_layer_counts
+from megajax.estimate.parameters import sharded_parameters, trained_rank_parameters
 from megajax.estimate.program_blocks import Blocks
 from megajax.estimate.program_kernels import Kernels, Work
 from megajax.estimate.update_time import update_work
@@ -33,11 +33,14 @@ class Program(Kernels):
 
     Attributes:
       kinds: of its layers, the blocks of each with the slots that a chunk has for them.
+      modules: the blocks of multi-token prediction; None: there are none.
     """
 
     def __init__(self, run: RunConfig, gpu: Gpu):
         super().__init__(run, gpu)
         self.kinds = [(Blocks(kind.run, gpu, self.program), kind.slots) for kind in layers_of_kinds(run)]
+        modules = modules_run(run)
+        self.modules = Blocks(modules, gpu) if modules else None  # in no loop, whatever the schedule
 
     @functools.cached_property
     def _counts(self) -> tuple[int, ...]:
@@ -70,9 +73,23 @@ class Program(Kernels):
         """Kernels that move so many bytes of the table, and the sums over `tensor` and `pipe`."""
         return self.traffic(count, EMBED) + Work(tensor=self._collective, pipe=self._over_pipe)
 
-    @property
+    @functools.cached_property
     def _head(self) -> Work:
-        """Logits and loss of a microbatch, and their gradients."""
+        """Logits and loss of a microbatch, with their gradients; and the modules that predict further tokens."""
+        if not self.modules:
+            return self._logits
+        further, block = self.model.further, self.modules
+        work = self._logits + block.forward + block.backward
+        for one in further.head:
+            work += self.matmul(self.rows / self.split, one.inputs, one.outputs) * 3
+        # the embedding of the further tokens, and its gradient's rows
+        table, whole = self._table * self.model.hidden, self.rows * self.model.hidden * self.item
+        work += self._embedding(table * self.item + 4 * whole) + self._embedding(TABLE * table + 3 * whole)
+        return self._logits + work * further.layers
+
+    @functools.cached_property
+    def _logits(self) -> Work:
+        """Logits of one loss."""
         rows, hidden, item = self.rows, self.model.hidden, self.item
         work = self.matmul(rows, hidden, self._table) + self.matmul(rows, self._table, hidden)
         gradient = self.matmul(hidden, rows, self._table, sums=True)

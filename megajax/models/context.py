@@ -90,12 +90,19 @@ def model_shapes(
         another loss than the model's.
     """
     model = model or model_class(run.model)
-    for name in ("z_loss", "label_smoothing", "distill_weight"):
-        if getattr(run.train, name) and not model.has_loss_options:
+    for name in ("z_loss", "label_smoothing", "distill_weight", "mtp_num_layers"):
+        of = run.model if name == "mtp_num_layers" else run.train
+        if getattr(of, name, 0) and not model.has_loss_options:
             raise ConfigError(f"{name} is of GPT's loss, which {model.__name__} has not: omit {option(name)}.")
     if run.train.distill_weight and run.parallel.context > 1:
         raise ConfigError("distill_weight does not work with context, which splits the sequence: pass --context 1.")
     rules = rules or model_rules(run, model)
+    alone = run.parallel.pipe > 1 and not rules.vocabulary_over_pipe
+    if alone and run.parallel.rings and getattr(run.model, "mtp_num_layers", 0):
+        raise ConfigError(
+            f"{run.parallel.rings[0]} communicates round a ring that all pipeline ranks reach together, and the modules of "
+            "mtp_num_layers are on the last stage alone: pass --vocab-parallel pipe, or --pipe 1."
+        )
     if rules.vocabulary_over_pipe and not model.vocabulary_over_pipe:
         raise ConfigError(
             f"the sharding rules split vocabulary over pipe, but {model.__name__} has an embedding or a head that need not "

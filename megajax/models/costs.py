@@ -255,6 +255,8 @@ class ModelCosts:
         adds up the kinds (`estimate/kinds.py`).
       scratch: bytes for each token that are live only in a block's backward, beside those of matmuls and attention; split
         over tensor.
+      further: the modules of multi-token prediction, computed with the head: `layers` of them, `block` of each, and outside
+        of the blocks `shared` of all, and `head` of each. None: there are none.
     """
 
     layers: int
@@ -274,6 +276,7 @@ class ModelCosts:
     kinds: tuple[tuple[int, "ModelCosts"], ...] = ()
     scratch: int = 0
     looked_up_width: int = 0
+    further: "ModelCosts | None" = None
 
     @property
     def layers_of_kinds(self) -> tuple[tuple[int, "ModelCosts"], ...]:
@@ -287,8 +290,10 @@ class ModelCosts:
     @property
     def parameters(self) -> int:
         """Trainable parameters, with the vocabulary unpadded."""
-        tables = self.vocabulary * self.vocabulary_width
-        return sum(layers * kind.block.total for layers, kind in self.layers_of_kinds) + self.shared.total + tables
+        tables, further = self.vocabulary * self.vocabulary_width, self.further
+        modules = further.layers * further.block.total + further.shared.total if further else 0
+        blocks = sum(layers * kind.block.total for layers, kind in self.layers_of_kinds)
+        return blocks + modules + self.shared.total + tables
 
     @property
     def routed_inner(self) -> int:

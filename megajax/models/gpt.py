@@ -2,9 +2,9 @@
 
     params = {"blocks": {...}, "shared": {"embedding": {"tokens", "positions"}, "head": {"norm", "vocabulary"}}}
 
-llama has no "positions", a model with tied embeddings no "vocabulary". The vocabulary is padded to lcm(128, shares) rows,
-so that the devices that share it have as many rows each: padded rows are zero and their logits masked, so they get no
-gradient and change no loss.
+llama has no "positions", a model with tied embeddings no "vocabulary"; modules for further tokens are "mtp1" and so on.
+The vocabulary is padded to lcm(128, shares) rows, so that the devices that share it have as many rows each: padded rows are
+zero and their logits masked, so they get no gradient and change no loss.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from flax import nnx
 from megajax.config import ModelConfig, padded_vocabulary
 from megajax.config.lora import is_base
 from megajax.config.mixers import RECURRENT
-from megajax.models import moe, remat
+from megajax.models import moe, mtp, remat
 from megajax.models.costs import ModelCosts
 from megajax.models.dropout import Dropout
 from megajax.models.ids import Ids
@@ -84,8 +84,15 @@ class Head(nnx.Module):
 
     def __call__(self, y: jax.Array, embedding: Embedding) -> jax.Array:
         """From y [b, split s, h] to logits [b, s, local rows] of y's type, padding not masked."""
+        return self.logits(self.normed(y), embedding)
+
+    def normed(self, y: jax.Array) -> jax.Array:
+        """The last block's output, normed, on all ranks that have rows of the tables."""
+        return self.norm(self.ranks.broadcast(y))
+
+    def logits(self, y: jax.Array, embedding: Embedding) -> jax.Array:
+        """As a call, of y that is normed."""
         table = self.vocabulary if hasattr(self, "vocabulary") else embedding.tokens
-        y = self.norm(self.ranks.broadcast(y))
         y = self.constrain(self.constrain(y, *RESIDUAL), *GATHERED)  # both: see Block._split
         multiplier, cap = self.config.logit_multiplier, self.config.logit_softcap
         y = y if multiplier == 1 else y * jnp.asarray(multiplier, y.dtype)
@@ -100,6 +107,8 @@ class Shared(nnx.Module):
         self.config, self.context = config, context
         self.embedding = Embedding(config, named_key(key, "embedding"), context)
         self.head = Head(config, named_key(key, "head"), context)
+        for number in range(1, config.mtp_num_layers + 1):
+            setattr(self, mtp.module_name(number), mtp.MTPModule(config, key, context, number))
 
     def embed(self, microbatch: Microbatch) -> jax.Array:
         """The microbatch's "tokens" [b, s] -> x [b, split s, h]."""
@@ -108,17 +117,25 @@ class Shared(nnx.Module):
     def head_loss(self, y: jax.Array, microbatch: Microbatch) -> jax.Array:
         """Sum over tokens of "weights" * loss of "labels", fp32: cross entropy, with the context's smoothing and z-loss.
 
-        With the context's teacher, (1 - w) times that and w times the divergence from "teacher_ids" and "teacher_logits".
+        With the context's teacher, (1 - w) times that and w times the divergence from "teacher_ids" and "teacher_logits". In
+        training its gradients have those of multi-token prediction, if the batch has been prepared (`megajax.models.mtp`).
         """
-        context, logits = self.context, self.head(y, self.embedding)
-        options, teacher = {"z_loss": context.z_loss, "label_smoothing": context.label_smoothing}, context.teacher
-        losses = context.vocabulary.regularised(logits, microbatch["labels"], self.config.vocabulary, **options)
+        context, hidden = self.context, self.head.normed(y)
+        logits, teacher = self.head.logits(hidden, self.embedding), context.teacher
+        losses = self.losses(logits, microbatch["labels"])
         if teacher:
             given = (microbatch[name] for name in TEACHER_ARRAYS)
             apart = distillation(logits, *given, self.config.vocabulary, teacher, context.vocabulary)
             apart = jnp.where(microbatch["labels"] == IGNORED_LABEL, 0, apart)
             losses = (1 - teacher.weight) * losses + teacher.weight * apart
-        return (losses * microbatch["weights"].astype(jnp.float32)).sum()
+        loss = (losses * microbatch["weights"].astype(jnp.float32)).sum()
+        further = context.training and "mtp1_labels" in microbatch
+        return loss + mtp.mtp_loss(self, hidden, microbatch) if further else loss
+
+    def losses(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
+        """Of each label: fp32 [b, s]."""
+        options = {"z_loss": self.context.z_loss, "label_smoothing": self.context.label_smoothing}
+        return self.context.vocabulary.regularised(logits, labels, self.config.vocabulary, **options)
 
     def token_scores(self, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
         """Losses of "labels", fp32 [b, s], and whether they are the most likely tokens; logits stay sharded."""
@@ -183,19 +200,23 @@ class GPT(NNXModel):
         return sparse[0] if len(sparse) == 1 else None
 
     def prepare_batch(self, batch: Microbatch) -> Microbatch:
-        """With experts, also the samples' shares in the balance losses; a batch without "weights" has no losses."""
-        has_losses = self.config.experts and "weights" in batch
-        return {**batch, **moe.balance_arrays(batch)} if has_losses else batch
+        """Also the shares in the balance losses, and what is further on; a batch without "weights" has no losses."""
+        balance = moe.balance_arrays(batch) if self.config.experts and "weights" in batch else {}
+        return {**batch, **balance, **(mtp.ahead(batch, self.config.mtp_num_layers) if "weights" in batch else {})}
 
     def take_measurements(self, gradients: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        """With experts, "expert_load" and "router_losses" of each layer that has them (`moe.take_measurements`)."""
-        return moe.take_measurements(gradients) if self.config.experts else (gradients, {})
+        """With experts, "expert_load" and "router_losses" of each layer that has them; losses of multi-token prediction."""
+        gradients, found = moe.take_measurements(gradients) if self.config.experts else (gradients, {})
+        if self.config.mtp_num_layers:
+            gradients, found["outside"] = mtp.take_measurements(gradients, self.config)
+        return gradients, found
 
     def apply_measurements(self, updates: Tree, measurements: Mapping[str, jax.Array]) -> Tree:
         """Moves the biases that balance experts."""
-        if not self.config.balance_bias_rate or "expert_load" not in measurements:
-            return updates
-        return moe.move_biases(updates, measurements["expert_load"], self.config.balance_bias_rate)
+        rate, further = self.config.balance_bias_rate, measurements.get("outside", {})
+        if rate and "expert_load" in measurements:
+            updates = moe.move_biases(updates, measurements["expert_load"], rate)
+        return mtp.move_biases(updates, further, rate) if rate and "expert_load" in further else updates
 
     def prepare_microbatch(self, microbatch: Microbatch) -> Microbatch:
         """With rotary positions, also their table."""

@@ -194,7 +194,7 @@ class PipelineModel(abc.ABC):
 
         Returns:
           (gradients, with zeros for those parameters; the values by name, arrays that start with the axes of layers that
-          `gradients["blocks"]` has). Default: there are none.
+          `gradients["blocks"]` has; those of "outside" are of no layer, its "losses" scalars). Default: there are none.
         """
         return gradients, {}
 

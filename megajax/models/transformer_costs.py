@@ -10,6 +10,7 @@ from megajax.config.latent import latent_parameters, latent_sizes
 from megajax.config.layer_pattern import variant_numbers, variants
 from megajax.config.lora import ROW, TARGETS, adapter_sizes, lora_targets
 from megajax.config.mixers import RECURRENT, mixer_parameters
+from megajax.config.mtp import mtp_block, mtp_parameters
 from megajax.models.costs import Attention, Elementwise, Experts, KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
 
@@ -20,8 +21,18 @@ COLUMN = ("column", ("full",))  # of a matmul from the block's input
 
 def transformer_costs(config: ModelConfig) -> ModelCosts:
     """The costs of a decoder-only transformer (`models/transformer.py`, `models/gpt.py`), counted from its shape."""
+    costs = _model_costs(config)
+    if not config.mtp_num_layers:
+        return costs
+    head = (Matmul("mtp_projection", 2 * config.hidden, config.hidden, "sequence"),)
+    outside = {"shared": Parameters(whole=mtp_parameters(config, 0)), "head": head, "layers": config.mtp_num_layers}
+    return dataclasses.replace(costs, further=dataclasses.replace(_model_costs(mtp_block(config)), **outside))
+
+
+def _model_costs(config: ModelConfig) -> ModelCosts:
+    """Without modules that predict further tokens."""
     if config.layer_kinds:
-        kinds = {kind: transformer_costs(config.of_kind(kind)) for kind in sorted(set(config.layer_kinds))}
+        kinds = {kind: _model_costs(config.of_kind(kind)) for kind in sorted(set(config.layer_kinds))}
         counted = tuple((config.layer_kinds.count(kind), costs) for kind, costs in kinds.items())
         first = max(kinds.values(), key=lambda one: (one.experts is not None, one.attention is not None))
         return dataclasses.replace(first, kinds=counted)

@@ -18,17 +18,13 @@ from typing import Any, NamedTuple
 
 from megajax.config import RunConfig
 from megajax.config.layer_kinds import layer_kinds
+from megajax.estimate import model_costs
 from megajax.estimate.auto import placements
 from megajax.estimate.communication import step_sends
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.kinds import layers_of_kinds
-from megajax.estimate.memory import (
-    ITEMSIZE,
-    bytes_per_device,
-    kept_of_block,
-    sharded_parameters,
-    trained_rank_parameters,
-)
+from megajax.estimate.memory import ITEMSIZE, bytes_per_device, kept_of_block
+from megajax.estimate.parameters import sharded_parameters, trained_rank_parameters
 from megajax.estimate.program_blocks import Blocks
 from megajax.estimate.program_kernels import Work
 from megajax.estimate.program_time import CAST, NORM, Program
@@ -175,13 +171,17 @@ class Bounds:
         parallel = run.parallel
         own = (parallel.tensor, parallel.context, parallel.pipe, parallel.microbatch_size, parallel.sequence_parallel)
         own += (parallel.vocab_parallel, parallel.axis_order)
-        if apart := parallel.axis_order[0] != "data":
+        has_modules = model_costs(run.model).further is not None
+        if apart := parallel.axis_order[0] != "data" or has_modules:
             own += (parallel.data,)
+        if has_modules:  # which have experts too
+            own += (parallel.expert, parallel.expert_dispatch, parallel.attention)
 
         def make() -> float:
-            one = _unscheduled(run).with_layout(zero=0, expert=1, expert_dispatch="gather", tensor_overlap="none")
+            one = _unscheduled(run).with_layout(zero=0, tensor_overlap="none")
+            one = one if has_modules else one.with_layout(expert=1, expert_dispatch="gather")
             one = one if apart else one.with_layout(data=1)
-            return min(Program(placed, self.gpu).ends.total / placed.microbatches for placed in placements(one))
+            return min(_bounded(Program(placed, self.gpu).ends) / placed.microbatches for placed in placements(one))
 
         return self._shared(("ends", own), make)
 

@@ -16,9 +16,10 @@ function is a `jax.custom_vjp`: where it is differentiated, its forward runs the
 backward multiplies them by the cotangent. So `jax.value_and_grad` costs one run of the schedule, whatever is computed from
 the loss (`3 * loss(...) + ...`). Where it is not differentiated, it runs forwards only. There are gradients of first order,
 by reverse mode, with respect to the parameters only: a batch that depends on what is differentiated is an error, and
-outputs (`has_aux`) have no gradient, as behind `jax.lax.stop_gradient`. With experts, gradients have the terms of the
-balance losses, which are not part of the value, and balancing biases stay as they are. Gradients of parameters that the
-model freezes (`PipelineModel.trainable_mask`) are zero: leave these out of the optimizer with `optax.masked`.
+outputs (`has_aux`) have no gradient, as behind `jax.lax.stop_gradient`. Gradients have the terms of the experts' balance
+losses and of multi-token prediction, which are not part of the value; balancing biases stay as they are. Gradients of
+parameters that the model freezes (`PipelineModel.trainable_mask`) are zero: leave these out of the optimizer with
+`optax.masked`.
 """
 
 import functools

@@ -236,8 +236,7 @@ class Training:
 
         `cotangent` [microbatches] or a scalar, of the loss's gradients.
         """
-        params, given = self._cast(params), batch
-        batch = self.model.prepare_batch(batch)
+        params, given, batch = self._cast(params), batch, self.model.prepare_batch(batch)
         added = [array for name, array in batch.items() if name not in given]
         factors = jnp.reshape(cotangent, (-1, 1))
         batch = {**batch, **{name: batch[name] * factors for name in self.model.scaled_arrays if name in batch}}
@@ -310,7 +309,8 @@ class Training:
             "skipped": 1 - finite.astype(jnp.int32),
             "tokens": self._loss_weight(batch),
         }
-        return new, metrics | of_all_layers(measurements, self.where, self.model.measured_kind)
+        further = {"model": one["losses"]} if (one := measurements.pop("outside", {})) else {}
+        return new, metrics | of_all_layers(measurements, self.where, self.model.measured_kind) | further
 
     def _loss_and_gradients(self, params: Tree, batch: Tree, scale: jax.Array, poison_bubbles: bool = False):
         return self.execute(params, batch, scale, poison_bubbles=poison_bubbles)[:2]

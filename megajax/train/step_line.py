@@ -4,6 +4,7 @@ A line that is too long loses its least important parts, and never its step and 
 """
 
 import collections
+import re
 import statistics
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from rich.text import Text
 from megajax.train.expert_load import describe_load
 
 PLAIN_WIDTH = 120
+MTP = re.compile(r"mtp\d+_loss")
 BAR_WIDTH, BAR_BESIDE_RATES, SHORTEST_BAR = 20, 10, 4
 GAP = "  "
 
@@ -44,6 +46,11 @@ def rates(record: Mapping[str, float | None]) -> list[Part]:
     ]
 
 
+def further_losses(record: Mapping[str, float | None]) -> list[Part]:
+    """The losses of multi-token prediction, which are not part of the loss; none without it."""
+    return [Part(f"{name.removesuffix('_loss')} loss {record[name]:.4f}", 2) for name in record if MTP.fullmatch(name)]
+
+
 def plain_line(record: Mapping[str, float | None], steps: int, batch_changes: bool = False) -> str:
     """One plain line with the numbers of a step. Usual values are left out: a loss scale of 1, nothing skipped.
 
@@ -57,6 +64,7 @@ def plain_line(record: Mapping[str, float | None], steps: int, batch_changes: bo
         [
             Part(f"step {record['step']}/{steps}"),
             Part(f"loss {record['loss']:.4f}"),
+            *further_losses(record),
             *rates(record),
             Part(f"grad norm {record['grad_norm']:.3g}", 2),
             Part(f"lr {record['learning_rate']:.3g}", 2),

@@ -14,7 +14,7 @@ from benchmarks.published.software import SOFTWARE, Software
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, padded_vocabulary, preset
 from megajax.estimate.error_bars import CONTEXT, ERROR_BARS, EXPERTS, FLOOR, FSDP, MEGATRON, bar_of, error_bar
 from megajax.estimate.gpus import find_gpu
-from megajax.estimate.memory import Sharding, rank_parameters
+from megajax.estimate.parameters import Sharding, rank_parameters
 from megajax.estimate.rates import JITTER, MATMUL_SHARE
 from megajax.models.transformer_costs import transformer_costs
 

@@ -42,7 +42,7 @@ def test_layouts(layout, layers):
         ("tt|ttL", "must begin with E, end with L, and have both once"),
         ("Et|E|L", "must begin with E, end with L, and have both once"),
         ("Et|tL|", "must begin with E, end with L, and have both once"),
-        ("Et|m|L", r"has 'm' \(layers that predict further tokens are not supported\)"),
+        ("Et|m|L", r"has 'm' \(modules of --mtp-num-layers are always on the last stage\)"),
         ("Et|(tt|L", r"has '\('"),
         ("", "must begin with E"),
         ("E" + "(" * 9 + "t" + ")*99999" * 9 + "L", "more than 20000 layers and stages"),

@@ -9,8 +9,9 @@ import pytest
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.hlo import read
-from megajax.estimate.memory import Sharding, bytes_per_device, rank_parameters, sharded_parameters
+from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.muon_matrices import COPIES, matrices_of
+from megajax.estimate.parameters import Sharding, rank_parameters, sharded_parameters
 from megajax.estimate.program_account import account_of
 from megajax.estimate.program_time import NORM, Program
 from megajax.estimate.step_time import step_time

@@ -95,6 +95,7 @@ def configs(layers: int = LAYERS) -> dict:
         "glm4_moe": t.Glm4MoeConfig(
             **wide | experts | {"intermediate_size": 20, "pad_token_id": None},
             **shared,
+            num_mtp_layers=0,
             attention_bias=True,
             use_qk_norm=True,
         ),

@@ -39,7 +39,8 @@ def _import(options: argparse.Namespace) -> str:
 
     run_dir = pathlib.Path(options.run_dir)
     source = pathlib.Path(local_directory(options.directory, "import"))
-    run = import_run(source, run_dir, options.sequence_length, options.tokenizer, options.end_of_document)
+    given = options.sequence_length, options.tokenizer, options.end_of_document, options.mtp_num_layers
+    run = import_run(source, run_dir, *given)
     return imported(run, run_dir)
 
 
@@ -76,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     add = commands.add_parser("import", help="Hugging Face or GGUF to a run directory", allow_abbrev=False)
     add.add_argument("directory", metavar="DIR|ORG/NAME|FILE.gguf", type=local_path, help="config.json and safetensors")
     add_import_options(add, "the most that it has")
+    further = "modules of multi-token prediction to import, of those that it has (default: 0)"
+    add.add_argument("--mtp-num-layers", metavar="COUNT", type=whole(low=0), default=0, help=further)
     add = commands.add_parser("export", help="a run's checkpoint to a directory of Hugging Face", allow_abbrev=False)
     add.add_argument("run", metavar="RUN", type=store_path, help="the run directory")
     add.add_argument("--out", metavar="DIR", type=store_path, required=True, help="the directory to write")

@@ -35,7 +35,7 @@ REPLACED += ("original_max_position_embeddings",)
 STATES = ("recurrent_heads", "recurrent_head_size", "recurrent_groups", "recurrent_state")  # of recurrent mixers
 STATES += ("recurrent_convolution", "recurrent_chunk", "recurrent_least_step")
 # Fields of a ModelConfig that config.json does not have, or that change no logits.
-FREE = ("name", "dropout", "init_deviation", "balance_loss", "router_z_loss", "choices")
+FREE = ("name", "dropout", "init_deviation", "balance_loss", "router_z_loss", "choices", "mtp_loss_scaling_factor")
 
 
 def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
@@ -148,6 +148,7 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[F
             continue
         has_biases = TABLES[family.name].leaves.get("blocks/feedforward/router/bias")  # which the rate moves
         free = (*FREE, *family.free, *(["balance_bias_rate"] if has_biases else []))
+        free += ("mtp_num_layers",) * TABLES[family.name].more_layers
         differing = stored_differences(dataclasses.asdict(_explicit(model)), _explicit(back), leave_out=free)
         if not differing:
             return family, keys

@@ -65,7 +65,8 @@ def _read_shared(keys: Keys, fields: Fields) -> Fields:
 
 def _write_shared(model: ModelConfig) -> dict[str, Any]:
     shared = model.shared_feedforward // model.feedforward_size
-    return {"n_shared_experts": shared, "intermediate_size": model.of_kind(DENSE).feedforward_size}
+    further = {"num_nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {}
+    return {"n_shared_experts": shared, "intermediate_size": model.of_kind(DENSE).feedforward_size} | further
 
 
 def _read_latent(keys: Keys, fields: Fields) -> Fields:
@@ -120,7 +121,7 @@ def _read_v3(keys: Keys, fields: Fields) -> Fields:
 
 
 def _write_v3(model: ModelConfig) -> dict[str, Any]:
-    more = {"rope_interleave": model.rotary_pairs == "neighbours", "num_nextn_predict_layers": 0}
+    more = {"rope_interleave": model.rotary_pairs == "neighbours", "num_nextn_predict_layers": model.mtp_num_layers}
     return _write_latent(model) | more
 
 
@@ -308,7 +309,7 @@ DESCRIPTIONS = (
         {"sliding_window": None},
         leaves=SHARED_EXPERTS,
         read=_read_shared,
-        write=_write_shared,
+        write=lambda model: _write_shared(model) | {"num_nextn_predict_layers": model.mtp_num_layers},
         partial=True,
         has_experts=True,
     ),

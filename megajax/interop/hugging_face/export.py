@@ -53,7 +53,7 @@ from megajax.interop.hugging_face.tensors import (
     stacked_axes,
     tensor_shape,
 )
-from megajax.interop.hugging_face.weights import PART_BYTES, grid, pieces_of, stacked_indices, tensor_names
+from megajax.interop.hugging_face.weights import PART_BYTES, grid, model_pieces, stacked_indices, tensor_names
 from megajax.interop.output_file import replace_directory
 from megajax.interop.safetensors import Shards
 from megajax.models.context import model_shapes
@@ -122,7 +122,7 @@ def export_run(
     tokenizer = _tokenizer(run_dir, reader.read_meta(path)["tokenizer"]["name"], needed=not original)
     shapes, sizes = _leaves(leaves, model), axis_sizes(model)
     leaves.use_base(list(shapes))
-    pieces, tensors = {leaf: pieces_of(family.name, leaf, model.layer_kinds) for leaf in shapes}, {}
+    pieces, tensors = {leaf: _pieces(family.name, leaf, model) for leaf in shapes}, {}
     for piece in itertools.chain(*pieces.values()):
         tensors |= dict.fromkeys(tensor_names(piece, sizes), tensor_shape(piece, sizes))
     with replace_directory(out, "--out") as unfinished:
@@ -141,6 +141,16 @@ def export_run(
             _write_tokenizer(run_dir, unfinished, tokenizer)
     files = len({tensor.path for tensor in shards.tensors.values()})
     return {"step": path.name, "family": family.name, "dtype": dtype, "files": str(files)}
+
+
+def _pieces(family: str, leaf: str, model: ModelConfig) -> tuple[Piece, ...]:
+    """The tensors of a leaf; each module of multi-token prediction has copies of embedding and head, as DeepSeek's files."""
+    pieces, names = model_pieces(family, leaf, model), {"shared/embedding/tokens": ["embed_tokens.weight"]}
+    head = "embedding/tokens" if model.tied_embeddings else "head/vocabulary"
+    names.setdefault(f"shared/{head}", []).append("shared_head.head.weight")
+    layers = range(model.layers, model.layers + model.mtp_num_layers)
+    copies = [pieces[0]._replace(tensor=f"model.layers.{n}.{name}") for n in layers for name in names.get(leaf, ())]
+    return (*pieces, *copies)
 
 
 def _tokenizer_folder(run_dir: pathlib.Path) -> pathlib.Path:

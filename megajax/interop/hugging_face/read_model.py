@@ -37,7 +37,7 @@ from megajax.interop.gguf.tokenizer import missing_tokenizer, write_tokenizer
 from megajax.interop.hugging_face.adapters import read_adapters
 from megajax.interop.hugging_face.config import read_config, tokenizer_options
 from megajax.interop.hugging_face.quantized import open_weights
-from megajax.interop.hugging_face.weights import Tensor, Weights, load_params, missing_heads, pieces_of, regions
+from megajax.interop.hugging_face.weights import Tensor, Weights, load_params, missing_heads, model_pieces, regions
 from megajax.interop.output_file import replace_directory
 from megajax.pipeline.trained import merge, only_trained, split
 from megajax.runtime.mesh import make_mesh
@@ -120,6 +120,7 @@ def import_run(
     sequence_length: int | None = None,
     tokenizer: str | None = None,
     end_of_document: str | None = None,
+    mtp_num_layers: int = 0,
 ) -> RunConfig:
     """Writes the run directory; nothing of it is there before it is complete. All processes call it.
 
@@ -129,12 +130,14 @@ def import_run(
       sequence_length: of the run; None: the longest that the model has.
       tokenizer: name or file; None: the directory's.
       end_of_document: token that ends documents; None: the directory's, or the tokenizer's usual one.
+      mtp_num_layers: modules of multi-token prediction that are imported, the first ones of those that there are.
 
     Raises:
       ConfigError: the source is damaged or of a model that megajax does not have, or the run cannot be written.
     """
     with _directory_of(source, tokenizer) as (directory, file):
         family, model = read_config(directory)  # before the tensors: without it, a directory is no model's
+        model = dataclasses.replace(model, mtp_num_layers=mtp_num_layers) if mtp_num_layers else model
         tensors = open_weights(directory) if file is None else file.tensors
         found = tokenizer_options(directory)
         data = DataConfig(
@@ -224,7 +227,7 @@ def _streamed(name: str, shape: tuple[int, ...], dtype, weights: Weights, family
     """A leaf of the state: read, or given, or zero."""
     parameter = next((name.partition(part)[2] for part in ("params/", "/mu/", "/nu/") if part in name), "")
     if parameter:
-        chunk, boxes = regions(shape, pieces_of(family, parameter, weights.model.layer_kinds))
+        chunk, boxes = regions(shape, model_pieces(family, parameter, weights.model))
     else:
         chunk, boxes = shape, [tuple(slice(0, size) for size in shape)]
 

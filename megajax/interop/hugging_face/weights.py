@@ -41,6 +41,7 @@ __all__ = [
     "grid",
     "load_params",
     "missing_heads",
+    "model_pieces",
     "pieces_of",
     "regions",
     "stacked_indices",
@@ -49,6 +50,14 @@ __all__ = [
 
 NEW_HEADS = ("shared/head/classifier", "shared/head/spans", "shared/head/pooler")  # that fine-tuning may begin without
 PART_BYTES = 32 * 2**20  # of fp32, read and converted at once
+# Parameters of a module of multi-token prediction beside its block: in its layer, with the axes of both sides.
+MTP = re.compile(r"shared/mtp(\d+)/(.*)")
+MTP_LEAVES = {
+    "embedding_norm/scale": ("enorm.weight", "h", "h"),
+    "hidden_norm/scale": ("hnorm.weight", "h", "h"),
+    "norm/scale": ("shared_head.norm.weight", "h", "h"),
+    "projection": ("eh_proj.weight", "h ze", "zeh"),
+}
 
 
 class Weights:
@@ -82,7 +91,7 @@ class Weights:
         self.model, self._sizes = model, axis_sizes(model)
         table = TABLES[family]
         self._tensors = {_renamed(name, table.renamed): tensor for name, tensor in tensors.items()}
-        self.pieces = {name: pieces_of(family, name, model.layer_kinds) for name in leaves}
+        self.pieces = {name: model_pieces(family, name, model) for name in leaves}
         self._cut = absent_prefix(self._tensors, table)
         if model.tied_embeddings:
             for second, first in table.tied.items():
@@ -170,6 +179,34 @@ def pieces_of(family: str, name: str, kinds: tuple[str, ...] | None = None) -> t
     layers = tuple(number for number, one in enumerate(kinds) if one == kind)
     wide = (lambda axes: axes.replace("f", "w")) if is_dense else str
     return tuple(piece._replace(theirs=wide(piece.theirs), ours=wide(piece.ours), layers=layers) for piece in pieces)
+
+
+def model_pieces(family: str, name: str, model: ModelConfig) -> tuple[Piece, ...]:
+    """`pieces_of` a model, also of its modules of multi-token prediction: files have module k as layer `layers` + k - 1.
+
+    Raises:
+      ConfigError: the family has none.
+    """
+    found = MTP.fullmatch(name)
+    if not found:
+        return pieces_of(family, name, model.layer_kinds)
+    layer, leaf, block = f"model.layers.{model.layers + int(found[1]) - 1}.", found[2], found[2].partition("block/")[2]
+    if leaf == "loss":
+        return ()
+    if not TABLES[family].more_layers or not (block or leaf in MTP_LEAVES):
+        raise ConfigError(f"the parameter {name} has no tensor in a {family} of Hugging Face")
+    if not block:
+        tensor, *axes = MTP_LEAVES[leaf]
+        return (Piece(layer + tensor, *axes),)
+    kinds = model.layer_kinds
+    pieces = pieces_of(family, f"blocks/{kinds[-1]}/{block}" if kinds else f"blocks/{block}", kinds)
+    rows = tuple(range(model.experts))  # of a leaf of experts: its first axis
+    return tuple(
+        piece._replace(
+            tensor=layer + piece.tensor.partition("{}.")[2], layers=rows if stacked_axes(piece) > 1 else None
+        )
+        for piece in pieces
+    )
 
 
 def tensor_names(piece: Piece, sizes: Mapping[str, int]) -> Iterator[str]:
