@@ -35,7 +35,7 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
         "--ray --shard --shards --split --split-sentences --subset --text-documents --tokenizer --workers"
     ),
     "inspect": _words("--arrays --batch --html --picture --sample --statistics --trust --verify"),
-    "import": LAUNCH | _words("--end-of-document --run-dir --sequence-length --tokenizer"),
+    "import": LAUNCH | _words("--end-of-document --mtp-num-layers --run-dir --sequence-length --tokenizer"),
     "import-megatron": LAUNCH | _words("--end-of-document --run-dir --sequence-length --step --tokenizer --vocabulary"),
     "export": LAUNCH | _words("--dtype --ema --max-shard-size --out --peft --step"),
     "generate": LAUNCH
