@@ -168,6 +168,7 @@ def test_files_return_bit_for_bit_and_transformers_reads_the_modules(family, dir
     from transformers.modeling_layers import MtpModel
 
     main = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[67]\."]  # transformers' has released models' numbers
     further = MtpModel.from_pretrained(main).eval()
     tokens = torch.from_numpy(batch(SAMPLES)["tokens"].astype(np.int64))
     with torch.no_grad():
