@@ -22,7 +22,7 @@ import numpy as np
 from megajax.config import ParallelConfig, RunConfig
 from megajax.config.model_split import heads_of_device
 from megajax.estimate import model_costs
-from megajax.estimate.expert_dispatch import BY_ALL_TO_ALL, CHOICES, GATHER, dispatches, sent_share
+from megajax.estimate.expert_dispatch import CHOICES, GATHER, by_all_to_all, dispatches, sent_share
 from megajax.estimate.kinds import layers_of_kinds, modules_run, stage_layer_counts
 from megajax.estimate.memory import ITEMSIZE, rows_of
 from megajax.estimate.parameters import (
@@ -248,7 +248,7 @@ def _expert(program: StepProgram) -> list[Sent]:
     run, parallel, model = program.run, program.run.parallel, model_costs(program.run.model)
     passes = run.microbatches * _of_blocks(run, lambda kind: int(kind.experts is not None))
     lines, again = [], parallel.recompute != "none"
-    share = f"{sent_share(model.experts, parallel)[0]:.3g} of " if parallel.expert_dispatch in BY_ALL_TO_ALL else ""
+    share = f"{sent_share(model.experts, parallel)[0]:.3g} of " if by_all_to_all(model.experts, parallel) else ""
     for one in dispatches(model, parallel, ITEMSIZE[run.train.precision]):
         times, chosen = (one.forward + one.backward) * passes, one.what == CHOICES
         unit = f"{2 * (1 + again) + 1} (N-1) bs k of 4 bytes" if chosen else f"{share}{4 + again} (N-1) bsh/t"

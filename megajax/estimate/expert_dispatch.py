@@ -13,11 +13,10 @@ from megajax.estimate.rates import Rates, devices_here, rates_of
 from megajax.models.costs import Experts, ModelCosts
 from megajax.ops.expert_rounds import FIRST, balanced_share
 
-__all__ = ["BY_ALL_TO_ALL", "CHOICES", "GATHER", "dispatch_times", "dispatches", "sent_share", "with_expert_dispatch"]
+__all__ = ["CHOICES", "GATHER", "by_all_to_all", "dispatch_times", "dispatches", "sent_share", "with_expert_dispatch"]
 
 GATHER, ALL_TO_ALL = "all-gather", "all-to-all"
 TOKENS, CHOICES = "tokens and experts' results", "choices of experts"
-BY_ALL_TO_ALL = ("all_to_all", "bucketed")  # of `expert_dispatch`
 CHOICE = 4  # bytes: an expert's number, its weight
 
 
@@ -52,7 +51,7 @@ def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int) -> list[D
     part = rows_of(model, parallel) * model.hidden * item / parallel.sequence_shares * (degree - 1)
     choices = rows_of(model, parallel) * model.experts.chosen * CHOICE * (degree - 1)
     tokens = [Dispatch(TOKENS, GATHER, part, 1, 1 + again), Dispatch(TOKENS, ALL_TO_ALL, part, 1, 1)]
-    if parallel.expert_dispatch in BY_ALL_TO_ALL:
+    if by_all_to_all(model.experts, parallel):
         share, ragged = sent_share(model.experts, parallel)
         tokens = [Dispatch(TOKENS, ALL_TO_ALL, share * part, 2, 2 + again, ragged)]
     return [*tokens, Dispatch(CHOICES, GATHER, choices, 2, 2 * again), Dispatch(CHOICES, ALL_TO_ALL, choices, 0, 1)]
@@ -62,6 +61,13 @@ def dispatch_times(model: ModelCosts, parallel: ParallelConfig, rates: Rates, it
     """(seconds of sending a microbatch's tokens to their experts, seconds of sending results back), of one block."""
     tokens = [one.seconds(parallel, rates) for one in dispatches(model, parallel, item) if one.what == TOKENS]
     return (tokens[0], tokens[-1]) if tokens else (0.0, 0.0)
+
+
+def by_all_to_all(experts: Experts, parallel: ParallelConfig) -> bool:
+    """Whether tokens are sent by all-to-all, or all of them to all replicas: so also with buckets that all tokens fit in."""
+    if parallel.expert_dispatch == "bucketed":
+        return sent_share(experts, parallel)[0] < 1
+    return parallel.expert_dispatch == "all_to_all"
 
 
 def sent_share(experts: Experts, parallel: ParallelConfig) -> tuple[float, bool]:

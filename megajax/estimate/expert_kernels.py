@@ -10,7 +10,7 @@ import functools
 import numpy as np
 
 from megajax.estimate.communication import BlockSends, block_sends
-from megajax.estimate.expert_dispatch import BY_ALL_TO_ALL, dispatches, sent_share
+from megajax.estimate.expert_dispatch import by_all_to_all, dispatches, sent_share
 from megajax.estimate.program_kernels import Kernels, Work
 
 __all__ = ["EXPERTS_HIDDEN", "SLICE", "ExpertKernels"]
@@ -64,7 +64,7 @@ class ExpertKernels(Kernels):
         inner = INNER_PASSES[backward] * model.routed_inner / parallel.tensor
         tokens = self.received * model.hidden  # which the group sends here
         rows = self.rows * self.item * (self.room * (hidden + inner) + 2 * tokens + self._copies(backward))
-        kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * (parallel.expert_dispatch in BY_ALL_TO_ALL)
+        kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * by_all_to_all(model.experts, parallel)
         return self.traffic(weights + sums + rows, kernels)
 
     def _copies(self, backward: int) -> float:
@@ -73,7 +73,7 @@ class ExpertKernels(Kernels):
         if degree == 1:
             return 0.0
         passes = GATHERED_PASSES[backward] * self.received * (self.split > 1)
-        if parallel.expert_dispatch in BY_ALL_TO_ALL:
+        if by_all_to_all(self.model.experts, parallel):
             sent = min(self.model.experts.chosen, degree)
             passes += RECEIVED_PASSES[backward] * self.received + SENT_PASSES[backward] * sent
         return passes * self.model.hidden / self.split

@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.expert_group import AXIS, ExpertGroup, per_shard
-from megajax.ops.grouped_matmul import combine, dispatch, sort_by_group
+from megajax.ops.grouped_matmul import combine, dispatch, rows_at, sort_by_group
 from megajax.runtime.compat import vary_over, varying_axes
 
 __all__ = ["AllToAll", "Gather", "all_to_all"]
@@ -129,8 +129,10 @@ class AllToAll:
         return dispatch(_by_shard(x, self.buffers), self.order, self.places)
 
 
-def all_to_all(group: ExpertGroup, experts: jax.Array, count: int, most: int, room: int | None = None) -> AllToAll:
-    """The exchange of tokens with these choices.
+def all_to_all(
+    group: ExpertGroup, experts: jax.Array, count: int, most: int, room: int | None = None
+) -> AllToAll | Gather:
+    """The exchange of tokens with these choices; with a room for all tokens an all-gather, which sends as much.
 
     Args:
       group: of N replicas.
@@ -140,10 +142,12 @@ def all_to_all(group: ExpertGroup, experts: jax.Array, count: int, most: int, ro
       room: tokens of a replica's shard that choose experts of another one, no more of which are sent; None: all that could.
     """
     samples, length, shards = experts.shape[0] // group.size, experts.shape[1] // group.shards, group.shards
+    if room == samples * length:
+        return Gather(group)
     ragged = group.ragged and room is None and most >= length
     room = samples * min(length, most) if room is None else room
     buffers = Buffers(group.residual, shards, samples, samples * length, room, ragged)
-    owners, sequence = experts // (count // group.size), _sequence_axis(group.residual)
+    owners, sequence = lax.div(experts, count // group.size), _sequence_axis(group.residual)
     plan = per_shard(partial(_plan, group.size), P(None, sequence), P(sequence))(owners)
     here = (_by_shard(owners, buffers) == lax.axis_index(AXIS)).any(-1).reshape(-1, buffers.tokens)
     return AllToAll(plan, buffers, *_first_places(here, room))
@@ -168,7 +172,7 @@ def _first_places(here: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
     """
     parts, tokens = here.shape
     order, places = sort_by_group((2 * jnp.arange(parts, dtype=jnp.int32)[:, None] + ~here).reshape(-1))
-    part, place = places // tokens, places % tokens
+    part, place = lax.div(places, tokens), lax.rem(places, tokens)
     places = jnp.where(place < room, part * room + place, parts * room)
     return order.reshape(parts, tokens)[:, :room].reshape(-1), places
 
@@ -233,16 +237,16 @@ def _padded_out(rows: jax.Array, plan: Plan, room: int) -> jax.Array:
     """Sorted rows [rows, h] to all their destinations' places: [N, room, h]."""
     place = jnp.arange(room)
     index = jnp.where(place < plan.sent[:, None], _starts(plan.sent)[:, None] + place, len(rows))
-    return lax.all_to_all(jnp.take(rows, index, axis=0, mode="fill", fill_value=0), AXIS, 0, 0, tiled=True)
+    return lax.all_to_all(rows_at(rows, index, fill=True), AXIS, 0, 0, tiled=True)
 
 
 def _padded_back(out: jax.Array, plan: Plan, room: int) -> jax.Array:
     """The transpose of `_padded_out`: [N, room, h] to sorted rows; 0 for rows that were sent to no one."""
     parts, row = lax.all_to_all(out, AXIS, 0, 0, tiled=True), jnp.arange(plan.order.size)
     to = (row[:, None] >= jnp.cumsum(plan.sent)).sum(1)
-    index = to * room + row - jnp.take(_starts(plan.sent), to, mode="clip")
+    index = to * room + row - rows_at(_starts(plan.sent), to)
     index = jnp.where(to < len(parts), index, len(parts) * room)
-    return jnp.take(parts.reshape(-1, parts.shape[-1]), index, axis=0, mode="fill", fill_value=0)
+    return rows_at(parts.reshape(-1, parts.shape[-1]), index, fill=True)
 
 
 def _ragged_out(rows: jax.Array, plan: Plan, room: int) -> jax.Array:

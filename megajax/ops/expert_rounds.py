@@ -106,26 +106,26 @@ class Rounds:
     def numbered(self, experts: jax.Array) -> jax.Array:
         """A replica's choices int32 [b, s, k], 0 to E (none), plus E + 1 times the number of their exchange."""
         split = experts.reshape(len(experts), self.group.shards, -1, self.chosen).swapaxes(0, 1)
-        owner = split.reshape(self.group.shards, self.tokens, self.chosen) // (self.count // self.group.size)
+        owner = lax.div(split.reshape(self.group.shards, self.tokens, self.chosen), self.count // self.group.size)
         to = owner[..., None] == jnp.arange(self.group.size)  # [shards, T, k, N]
         among = lambda found: jnp.where(to, found[:, :, None], 0).sum(-1)  # noqa: E731
         here = to.sum(2, dtype=jnp.int32)
         place = among(_before(here, 1)) + jnp.where(to, _before(to.astype(jnp.int32), 2), 0).sum(-1)
         left = (place >= self.choices) | (among(_before((here > 0).astype(jnp.int32), 1)) >= self.room)
         later = (to & left[..., None]).any(2).astype(jnp.int32)
-        number = jnp.where(left, 1 + among(_before(later, 1)) // self.later, 0)
+        number = jnp.where(left, 1 + lax.div(among(_before(later, 1)), self.later), 0)
         number = number.reshape(self.group.shards, len(experts), -1, self.chosen).swapaxes(0, 1).reshape(experts.shape)
         return experts + (self.count + 1) * number
 
     def exchange(self, numbered: jax.Array, number: int | jax.Array) -> jax.Array:
         """The choices of one exchange; E for the others."""
         own, base = self.count + 1, lax.stop_gradient(numbered)
-        return jnp.where(base // own == number, base % own, self.count)
+        return jnp.where(lax.div(base, own) == number, lax.rem(base, own), self.count)
 
     def last(self, numbered: jax.Array) -> jax.Array:
         """int32, the number of the last exchange of the group's gathered choices."""
         return per_shard(lambda x: lax.pmax(vary_over(x, ("tensor",)), "tensor"), P(), P())(
-            (numbered // (self.count + 1)).max()
+            lax.div(numbered, self.count + 1).max()
         )
 
 

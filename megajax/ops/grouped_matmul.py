@@ -42,6 +42,7 @@ __all__ = [
     "dispatch",
     "kernel_for",
     "route",
+    "rows_at",
     "sort_by_group",
 ]
 
@@ -316,7 +317,18 @@ def sort_by_group(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
     # jax types argsort's result as equal on all devices (0.12)
     rows = vary_over(lax.iota(jnp.int32, groups.size), varying_axes(groups))
     _, order = lax.sort((groups, rows), num_keys=1, is_stable=True)
-    return order, jnp.zeros_like(order).at[order].set(lax.iota(jnp.int32, order.size), unique_indices=True)
+    how = {"unique_indices": True, "wrap_negative_indices": False}
+    return order, order.at[order].set(lax.iota(jnp.int32, order.size), **how)  # all elements
+
+
+def rows_at(x: jax.Array, index: jax.Array, fill: bool = False) -> jax.Array:
+    """x[index] along the first axis, for an int32 index that is not negative; beyond the end the last row, or 0 if `fill`.
+
+    `jnp.take` would wrap negative numbers, by an array of zeros that all gathers of a program share. XLA joins kernels with
+    a common operand: a merged tick's forward and backward then waited for each other's collectives (jax 0.12).
+    """
+    how = {"mode": "fill", "fill_value": 0} if fill else {"mode": "clip"}
+    return x.at[index].get(wrap_negative_indices=False, **how)
 
 
 @jax.custom_vjp
@@ -330,14 +342,13 @@ def dispatch(x: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
       order: of `sort_by_group`; or its first elements only, whose rows the result then has.
       places: of `sort_by_group`, [R].
     """
-    return jnp.take(x, order // (places.size // x.shape[0]), axis=0, mode="clip")
+    return rows_at(x, lax.div(order, places.size // x.shape[0]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def combine(rows: jax.Array, order: jax.Array, places: jax.Array, count: int) -> jax.Array:
     """The transpose of `dispatch`: sums the rows of each of `count` items in fp32, [R, ...] to [count, ...]."""
-    how = {"mode": "clip"} if order.size == places.size else {"mode": "fill", "fill_value": 0}  # without the last rows
-    found = jnp.take(rows, places, axis=0, **how).reshape(count, -1, *rows.shape[1:])
+    found = rows_at(rows, places, order.size < places.size).reshape(count, -1, *rows.shape[1:])
     return found[:, 0] if found.shape[1] == 1 else found.astype(jnp.float32).sum(1).astype(rows.dtype)
 
 

@@ -38,6 +38,10 @@ class CompilerError(RuntimeError):
     """The compiler refused the program or crashed; the message has its last lines."""
 
 
+class CompilerTimeout(CompilerError):
+    """The compiler was stopped, which says nothing about the program."""
+
+
 def has_compiler() -> bool:
     """Whether XLA's CUDA plugin is installed, for CUDA 12 or 13."""
     return any(importlib.util.find_spec(name) for name in PLUGINS)
@@ -91,7 +95,7 @@ def compile_for(
 
     Raises:
       ConfigError: the compiler is not installed, or the GPU is not NVIDIA's.
-      CompilerError: it failed, or took longer than `timeout` seconds.
+      CompilerError: it failed; CompilerTimeout: it took longer than `timeout` seconds.
     """
     check_vendor(gpu)
     if not has_compiler():
@@ -115,7 +119,7 @@ def compile_for(
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
-            raise CompilerError(f"the compiler took longer than {timeout:.0f} s and was stopped") from None
+            raise CompilerTimeout(f"the compiler took longer than {timeout:.0f} s and was stopped") from None
         answer = pathlib.Path(folder, "answer.json")
         if done.returncode or not answer.exists():
             messages = [line for line in done.stderr.splitlines() if line.strip()][-3:]

@@ -44,7 +44,14 @@ from megajax.estimate.program_account import account_of, ragged_part, routed_par
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.plan.account import account_table, to_json
 from megajax.plan.cluster import load_cluster
-from megajax.plan.compiler import MISSING_PLUGIN, CompilerError, check_vendor, compile_for, has_compiler
+from megajax.plan.compiler import (
+    MISSING_PLUGIN,
+    CompilerError,
+    CompilerTimeout,
+    check_vendor,
+    compile_for,
+    has_compiler,
+)
 from megajax.plan.report import LEGEND, memory_bar, shown_parameters
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
@@ -137,7 +144,8 @@ def dry_run(
         result = _compiled(run, gpu, timeout, save_hlo)
     except CompilerError as error:
         print(f"NOT COMPILED: {error}")
-        print("The program would fail on the cluster in the same way. By the memory model:")
+        stopped, same = isinstance(error, CompilerTimeout), "The program would fail on the cluster in the same way"
+        print("Pass --timeout with more seconds" if stopped else same, "By the memory model:", sep=". ")
         print(_memory(modelled, sum(modelled.values()), gpu))
         return 1
     peak = result["memory"]["peak"]

@@ -6,7 +6,7 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate import model_costs
-from megajax.estimate.expert_dispatch import dispatch_times, sent_share, with_expert_dispatch
+from megajax.estimate.expert_dispatch import GATHER, dispatch_times, dispatches, sent_share, with_expert_dispatch
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.rates import NETWORK_HOP, NVLINK_SHARE, RAGGED_PEER, RAGGED_SHARE, START, rates_of
 from megajax.estimate.step_time import step_time
@@ -36,6 +36,19 @@ def run_of(dispatch="auto", capacity=0.0, model="mixtral-8x7b", **parallel) -> R
 def test_the_part_of_its_tokens_that_a_replica_sends_to_another_one(run, share, ragged):
     found = sent_share(model_costs(run.model).experts, run.parallel)
     assert found == (pytest.approx(share, rel=2e-3), ragged)
+
+
+@pytest.mark.parametrize(
+    ("model", "degree", "share"),
+    [("mixtral-8x7b", 8, 1.5 * 2 / 8), ("qwen3-30b-a3b", 4, 1.0)],  # of the second, 0.90 by balanced routing
+)
+def test_buckets_that_hold_all_tokens_are_gathered(model, degree, share):
+    run = run_of("bucketed", model=model, expert=degree)
+    costs = model_costs(run.model)
+    assert sent_share(costs.experts, run.parallel) == (pytest.approx(share), False)
+    first = dispatches(costs, run.parallel, 2)[0]
+    assert (first.kind == GATHER) == (share == 1)
+    assert first.each == pytest.approx(share * 4096 * costs.hidden * 2 * (degree - 1))
 
 
 def test_seconds_of_both_dispatches_by_hand():

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.estimate import collective_order
 from megajax.models.interface import ModelContext
 from megajax.models.moe import Experts, Router
+from megajax.ops import expert_rounds
 from megajax.ops.expert_group import ExpertGroup
 from megajax.ops.expert_rounds import Rounds
 from megajax.ops.grouped_matmul import INTERPRETED, XLA, GroupedMatmuls
@@ -96,8 +97,15 @@ def dense(tokens, weights, up, down, experts, gradient):
 
 
 @pytest.mark.parametrize("kernel", [XLA, pytest.param(INTERPRETED, marks=pytest.mark.slow)], ids=["xla", "pallas"])
-def test_any_load_equals_the_dense_reference(monkeypatch, kernel):
-    """And all members of a group run as many rounds: the program's collectives are consistent."""
+@pytest.mark.parametrize("first", [1.0, pytest.param(1.5, marks=pytest.mark.slow)], ids=["all_to_all", "gather"])
+def test_any_load_equals_the_dense_reference(monkeypatch, kernel, first):
+    """And all members of a group run as many rounds: the program's collectives are consistent.
+
+    With room for 1.5 times balanced loads all tokens of a replica have places on each other one, which gathers them then.
+    """
+    monkeypatch.setattr(expert_rounds, "FIRST", first)
+    gathers = expert_rounds.Rounds.of(ExpertGroup(REPLICAS, shards=TENSOR), EXPERTS, CHOICES, SAMPLES * LENGTH)
+    assert (gathers.room == gathers.tokens) == (first == 1.5) and not gathers.suffices
     monkeypatch.setattr(Router, "__call__", lambda self, y, microbatch: (microbatch["weights"], microbatch["experts"]))
     values, gradient = drawn()
     program = in_rounds(kernel, (*values, loads()["none"], gradient))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from megajax.ops.grouped_matmul import INTERPRETED, XLA, GroupedMatmuls, route
+from megajax.ops.grouped_matmul import INTERPRETED, XLA, GroupedMatmuls, combine, dispatch, route
 
 TOKENS, CHOICES, GROUPS, INTO, INNER = 5, 3, 2, 4, 6
 # 2: elsewhere; two choices of a token at most are here.
@@ -67,3 +67,12 @@ def test_on_a_tensor_group(kernel, split):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         check(GroupedMatmuls(kernel, True, split))
+
+
+def test_rows_are_read_by_their_index_alone():
+    """No comparison with 0, an array that XLA shares between a merged tick's passes: it then joins their kernels."""
+    routing, x = route(CHOSEN, GROUPS, 9), np.ones((TOKENS, INTO), np.float32)
+    program = jax.make_jaxpr(lambda x: combine(dispatch(x, routing.order, routing.places), *routing[:2], TOKENS))(x)
+    text = str(program)
+    assert text.count("gather[") == 2
+    assert not {"lt", "rem", "sign"} & {word for line in text.splitlines() for word in line.replace("[", " ").split()}

@@ -15,7 +15,7 @@ from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.program_account import account_of
 from megajax.estimate.step_time import step_time
 from megajax.plan import dryrun
-from megajax.plan.compiler import CompilerError, _largest_buffers, compile_for
+from megajax.plan.compiler import CompilerError, CompilerTimeout, _largest_buffers, compile_for
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
 from megajax.runtime.compat import jaxlib_version
@@ -113,14 +113,26 @@ def test_without_its_library_xlas_attention_is_compiled_and_it_says_so(monkeypat
         assert ("on GPUs with tokamax its fused attention runs" in capsys.readouterr().out) != installed
 
 
-def test_a_compiler_that_crashes_is_reported(monkeypatch, capsys):
-    def crashes(*_):
-        raise CompilerError("the compiler aborted (signal 6): F spmd_partitioner.cc Check failed")
+@pytest.mark.parametrize(
+    ("error", "means"),
+    [
+        (
+            CompilerError("the compiler aborted (signal 6): F spmd_partitioner.cc Check failed"),
+            "The program would fail on the cluster in the same way",
+        ),
+        (CompilerTimeout("the compiler took longer than 900 s and was stopped"), "Pass --timeout with more seconds"),
+    ],
+)
+def test_a_compiler_that_crashes_or_is_stopped_is_reported(monkeypatch, capsys, error, means):
+    def fails(*_):
+        raise error
 
     monkeypatch.setattr(dryrun, "has_compiler", lambda: True)
-    monkeypatch.setattr(dryrun, "compile_for", crashes)
+    monkeypatch.setattr(dryrun, "compile_for", fails)
     assert dryrun.main(FITS.split()) == 1
-    assert "NOT COMPILED: the compiler aborted (signal 6)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"NOT COMPILED: {error}" in out
+    assert [line for line in out.splitlines() if "By the memory model" in line] == [means + ". By the memory model:"]
 
 
 PROGRAM = """HloModule jit__train_step, is_scheduled=true, num_partitions=2
