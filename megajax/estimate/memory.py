@@ -2,7 +2,7 @@
 
 The schedule's slots (`pipeline/slots.py`) times what a block keeps under a recompute mode, and the model's parameters
 (`models/costs.py`). Two terms depend on XLA and were read off programs compiled for H100s: the *workspace* and the *copies*
-(see `_workspace`, `stash_copies`). `python -m benchmarks.compiled memory --show` compares the sum with XLA's own figures
+(see `workspace`, `stash_copies`). `python -m benchmarks.compiled memory --show` compares the sum with XLA's own figures
 over the grid of runs that these terms were read from.
 """
 
@@ -155,9 +155,9 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     mode = "none" if program.unrolls else None
     stashed = slots.stash if not parallel.offload_activations else 0  # otherwise it is in host memory
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
-    workspace = max(_workspace(kind.run, item, sharding) for kind in kinds)
+    of_block = max(workspace(kind.run, item, sharding) for kind in kinds)
     copies = stashed * of_chunk(stash_copies)
-    beside = workspace if max(kind.slots for kind in kinds) == 1 else 0  # whose memory copies of the stash share
+    beside = of_block if max(kind.slots for kind in kinds) == 1 else 0  # whose memory copies of the stash share
     # ZeRO-3 gathers what is outside the blocks once, for the whole step.
     shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
     elsewhere = shared - shared // parallel.replicas
@@ -171,7 +171,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         + gathered
         + transposed,
         "stash": stashed * of_chunk(lambda run, item: kept_of_block(run, item, mode)),
-        "copies": max(0, copies - beside) + max(0, swapped - workspace),
+        "copies": max(0, copies - beside) + max(0, swapped - of_block),
         "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
         "inboxes": slots.inbox * residual,
     }
@@ -186,7 +186,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
         "gradients": versions * 4 * work + 4 * elsewhere,
         **during,
-        "workspace": max(workspace, copied - sum(during.values()), summed, _update(run) - sum(during.values())),
+        "workspace": max(of_block, copied - sum(during.values()), summed, _update(run) - sum(during.values())),
     }
 
 
@@ -323,7 +323,7 @@ def is_gated(model: ModelCosts) -> bool:
     return widths.get("up", 0) > widths.get("activation", 0)
 
 
-def _workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
+def workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     """Bytes that are live only while a block or the head is computed.
 
     The larger of a block's (`_block_workspace`, with a fused attention kernel) and the head's: logits, of the columns that a

@@ -2,8 +2,8 @@
 
 `search.search` prices every legal layout. Here a heap has layouts that are known in part, with a lower bound of their time
 (`bounds.py`), and layouts that are priced. The first of it is taken, again and again: if it is known in part, those that it
-stands for are put in its place, first without a schedule, then with one, then priced; if it is priced, nothing else can be
-faster. So the rows are those of the exhaustive search, in its order, and most layouts are never priced.
+stands for are put in its place, first with a closer bound, then with a schedule, then priced; if it is priced, nothing else
+can be faster. So the rows are those of the exhaustive search, in its order, and most layouts are never priced.
 """
 
 import dataclasses
@@ -59,12 +59,16 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Layouts that share these fields; `place` is their position among all that are declared."""
+    """Layouts that share these fields; `place` is their position among all that are declared.
+
+    `bounded`: their bound is `Bounds.seconds`, or closer; until then it is `Bounds.least_seconds`.
+    """
 
     place: tuple[int, ...]
     base: RunConfig
     fields: Fields
     scheduled: bool = False
+    bounded: bool = False
 
     @functools.cached_property
     def run(self) -> RunConfig:
@@ -133,7 +137,7 @@ class _BestFirst:
                 self.seen.update(self._keys(run.parallel))
                 nodes.append((memory, node.place, node))
                 if memory <= self.question.memory_limit:
-                    heap.append((bounds.seconds(run), 0, (), node.place, node, bounds))
+                    heap.append((bounds.least_seconds(run), 0, (), node.place, node, bounds))
         heapq.heapify(heap)
         while heap:
             seconds, priced, sort, place, one, bounds = heapq.heappop(heap)
@@ -145,6 +149,11 @@ class _BestFirst:
             if priced:
                 self._take(one.run.parallel)
                 self.limit = min(self.limit, self.within * seconds)
+            elif not one.bounded:
+                if bounds.memory_of_a_microbatch(one.run) > self.question.memory_limit:
+                    continue
+                closer = max(seconds, bounds.seconds(one.run))
+                heapq.heappush(heap, (closer, 0, (), place, dataclasses.replace(one, bounded=True), bounds))
             elif not one.scheduled:
                 for node in self._schedules(one):
                     bound = bounds.scheduled_seconds(node.run)
@@ -170,7 +179,7 @@ class _BestFirst:
         chosen = {name: values for name, values in self.filters.items() if name in SCHEDULE_FIELDS}
         run = node.run
         for number, fields in enumerate(layouts(run, self.question.gpus, chosen)):
-            yield Node((*node.place, number), node.base, fields, scheduled=True)
+            yield Node((*node.place, number), node.base, fields, scheduled=True, bounded=True)
 
     def _price(self, node: Node) -> Candidate | None:
         """The candidate; None if it is not legal."""
