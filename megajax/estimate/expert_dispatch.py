@@ -8,7 +8,8 @@ from typing import NamedTuple
 from megajax.config import ParallelConfig, RunConfig
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.memory import ITEMSIZE, rows_of
+from megajax.estimate.kept import rows_of
+from megajax.estimate.memory import ITEMSIZE
 from megajax.estimate.rates import Rates, devices_here, rates_of
 from megajax.models.costs import Experts, ModelCosts
 from megajax.ops.expert_rounds import FIRST, balanced_share

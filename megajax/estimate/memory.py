@@ -2,21 +2,20 @@
 
 The schedule's slots (`pipeline/slots.py`) times what a block keeps under a recompute mode, and the model's parameters
 (`models/costs.py`). Two terms depend on XLA and were read off programs compiled for H100s: the *workspace* and the *copies*
-(see `workspace`, `stash_copies`). `python -m benchmarks.compiled memory --show` compares the sum with XLA's own figures
+(see `workspace`, `kept.stash_copies`). `python -m benchmarks.compiled memory --show` compares the sum with XLA's own figures
 over the grid of runs that these terms were read from.
 """
 
 import dataclasses
-from collections.abc import Iterable
 
-from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
+from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
-from megajax.estimate.gpus import is_fused
+from megajax.estimate.kept import kept_for_weights, kept_of_block, kept_twice, rows_of, stash_copies
 from megajax.estimate.kinds import layers_of_kinds
 from megajax.estimate.muon_matrices import matrices_of
 from megajax.estimate.optimizer_state import bytes_per_parameter
 from megajax.estimate.trained import trained_parameters
-from megajax.models.costs import KeptValue, ModelCosts
+from megajax.models.costs import ModelCosts
 from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.program import StepProgram
 from megajax.runtime.gpu_environment import MEMORY_FRACTION
@@ -170,7 +169,8 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         + (versions * frozen if versions > 1 else 0)
         + gathered
         + transposed,
-        "stash": stashed * of_chunk(lambda run, item: kept_of_block(run, item, mode)),
+        "stash": stashed
+        * of_chunk(lambda run, item: kept_of_block(run, item, mode) + program.unrolls * kept_twice(run, item)),
         "copies": max(0, copies - beside) + max(0, swapped - of_block),
         "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
         "inboxes": slots.inbox * residual,
@@ -220,85 +220,6 @@ def trained_shared_parameters(run: RunConfig, sharding: Sharding) -> int:
     return shared_parameters(model_costs(run.model), run.parallel.tensor, run.parallel.pipe, sharding)
 
 
-def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
-    """Tokens of a microbatch on a device: context parallelism splits the sequence."""
-    return parallel.microbatch_size * (model.sequence_length // parallel.context)
-
-
-def kept_by_matmuls(run: RunConfig, item: int) -> int:
-    """Of the bytes of `kept_of_block` those of the results of column-parallel matmuls."""
-    model, parallel = model_costs(run.model), run.parallel
-    values = [one for one in model.kept if one.name in ("qkv", "up") and parallel.recompute in one.modes]
-    return _bytes_of(values, run, item)
-
-
-def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
-    """Bytes that one block keeps from the forward to the backward of one microbatch, on one device.
-
-    Args:
-      item: bytes of an activation.
-      mode: recompute mode, if not the run's. Blocks that are recomputed together keep one input, a part of it each.
-    """
-    model, parallel = model_costs(run.model), run.parallel
-    kept = model.kept_bytes(
-        mode or parallel.recompute,
-        samples=parallel.microbatch_size,
-        sequence=model.sequence_length // parallel.context,
-        tensor=parallel.tensor,
-        sequence_parallel=parallel.sequence_parallel,
-        itemsize=item,
-        fused_attention=is_fused(parallel),
-        rows=model.expert_rows(parallel.expert, parallel.expert_dispatch),
-    )
-    if (mode or parallel.recompute) == "none":
-        # What the column-parallel matmuls read is stored gathered.
-        values = [value for value in model.kept if value.name in ("attention_input", "feedforward_input")]
-        kept += _bytes_of(values, run, item, gathered=True) - _bytes_of(values, run, item)
-    return kept // parallel.recompute_blocks
-
-
-def kept_for_weights(run: RunConfig, item: int) -> int:
-    """Bytes that I keeps for W of one block."""
-    kept = model_costs(run.model).kept_for_weights
-    return _bytes_of((value for value in kept if run.parallel.recompute in value.modes), run, item)
-
-
-def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int, gathered: bool = False) -> int:
-    """Bytes of these values of one block, for one microbatch, on one device; or gathered over the tensor group."""
-    model, parallel = model_costs(run.model), run.parallel
-    sizes = {
-        "samples": parallel.microbatch_size,
-        "sequence": model.sequence_length // parallel.context,
-        "itemsize": item,
-        "tensor": parallel.tensor,
-        "sequence_parallel": parallel.sequence_parallel and not gathered,
-        "rows": model.expert_rows(parallel.expert, parallel.expert_dispatch),
-    }
-    return sum(value.bytes(**sizes) for value in values)
-
-
-def stash_copies(run: RunConfig, item: int) -> int:
-    """Second copies of stashed values, by block.
-
-    The backward's matmuls need some values transposed. XLA's GPU compiler hoists the transposition out of the loop over
-    blocks and so transposes the whole stash, once for each chunk.
-
-    Which values was read off compiled programs and is `KeptValue.transposed_from`: unfused attention's scores, whenever they
-    are kept; queries, keys and values where they are rotated and a microbatch has several samples. With a fused kernel there
-    are none of these. With fp8, what a gated activation reads. Where a chunk is one block there is no loop: the workspace
-    reuses the copy's memory.
-    """
-    parallel, model = run.parallel, model_costs(run.model)
-    if parallel.pipe == 1 or parallel.recompute == "full":
-        return 0
-    kept = model.kept_values(parallel.recompute, is_fused(parallel))
-    first = 1 if parallel.attention in FUSED else parallel.microbatch_size + 1
-    copied = [value for value in kept if value.transposed_from is not None and value.transposed_from < first]
-    if run.train.matmul_dtype == "fp8" and is_gated(model):
-        copied += [value for value in kept if value.name == "up"]
-    return _bytes_of(copied, run, item)
-
-
 def _swapped_sums(program: StepProgram) -> int:
     """Bytes of a copy of the summed gradients of one of the MLP's matrices, where both have the same shape on a device.
 
@@ -315,12 +236,6 @@ def _swapped_sums(program: StepProgram) -> int:
         return 0
     inputs, outputs = shapes["mlp_in"]
     return 4 * program.layers.rank_slots * inputs * outputs if (inputs, outputs) == shapes["mlp_out"] else 0
-
-
-def is_gated(model: ModelCosts) -> bool:
-    """Whether the MLP's activation multiplies two halves of what its first matmul computes."""
-    widths = {value.name: value.per_token for value in model.kept}
-    return widths.get("up", 0) > widths.get("activation", 0)
 
 
 def workspace(run: RunConfig, item: int, sharding: Sharding) -> int:

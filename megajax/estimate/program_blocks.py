@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 from megajax.estimate.attention_kernels import CONTEXT_MERGED, AttentionKernels
 from megajax.estimate.expert_kernels import EXPERTS_HIDDEN, SLICE, ExpertKernels
 from megajax.estimate.gpus import is_fused
-from megajax.estimate.memory import block_arrays, is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
+from megajax.estimate.kept import is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
+from megajax.estimate.memory import block_arrays
 from megajax.estimate.merged_ticks import exposed_parts, has_latencies
 from megajax.estimate.program_kernels import Product, Work
 from megajax.estimate.rates import in_a_host

@@ -8,7 +8,8 @@ from megajax.config import RunConfig
 from megajax.estimate import model_costs
 from megajax.estimate.communication import Sent
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.memory import ITEMSIZE, Sharding, rows_of
+from megajax.estimate.kept import rows_of
+from megajax.estimate.memory import ITEMSIZE, Sharding
 from megajax.estimate.rates import devices_here, in_a_host, rates_of
 from megajax.ops.norm_kernel import PROGRAMS
 from megajax.pipeline.program import StepProgram

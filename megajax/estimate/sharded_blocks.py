@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megajax.estimate.communication import GATHER, GRADIENT, SCATTER
-from megajax.estimate.memory import block_arrays, block_parameters, is_gated
+from megajax.estimate.kept import is_gated
+from megajax.estimate.memory import block_arrays, block_parameters
 from megajax.estimate.merged_ticks import HOPPER
 from megajax.estimate.program_kernels import Kernels
 from megajax.estimate.rates import devices_here

@@ -27,13 +27,13 @@ from megajax.estimate.communication import step_sends
 from megajax.estimate.expert_dispatch import expert_seconds, with_expert_dispatch
 from megajax.estimate.expert_kernels import EXPERTS_HIDDEN
 from megajax.estimate.gpus import Gpu
+from megajax.estimate.kept import kept_of_block
 from megajax.estimate.kinds import layers_of_kinds
 from megajax.estimate.memory import (
     ITEMSIZE,
     Sharding,
     block_parameters,
     bytes_per_device,
-    kept_of_block,
     rank_parameters,
     sharded_parameters,
     trained_rank_parameters,
@@ -234,7 +234,13 @@ class Bounds:
     def _least(self, run: RunConfig) -> tuple[float, ...]:
         """Seconds of what is the same of a block of each kind in all schedules, and quickly found."""
         parallel, (dispatch, sent) = run.parallel, self._dispatch(run)
-        own = (parallel.tensor, parallel.microbatch_size / parallel.context, parallel.ring_ranks, parallel.expert, dispatch)
+        own = (
+            parallel.tensor,
+            parallel.microbatch_size / parallel.context,
+            parallel.ring_ranks,
+            parallel.expert,
+            dispatch,
+        )
         own += (parallel.attention, parallel.sequence_parallel, parallel.tensor_overlap, parallel.pipe > 1)
         own += (parallel.recompute == "full",)
 

@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from benchmarks import compiled
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.parallel import MESH_AXES as AXES
-from megajax.estimate.memory import Sharding, bytes_per_device, kept_of_block
+from megajax.estimate.kept import kept_of_block
+from megajax.estimate.memory import Sharding, bytes_per_device
 from megajax.models.context import model_rules, model_shapes
 from megajax.models.transformer_costs import transformer_costs
 from megajax.pipeline.parameters import initial_params, parameter_specs
