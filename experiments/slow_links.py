@@ -24,7 +24,7 @@ from megajax.config.options import Parser
 from megajax.estimate import model_costs
 from megajax.estimate.auto import resolved
 from megajax.estimate.gpus import GPUS, Gpu, find_gpu
-from megajax.estimate.memory import rows_of
+from megajax.estimate.kept import rows_of
 from megajax.estimate.step_time import chunk_costs
 from megajax.pipeline.program import StepProgram
 from megajax.schedules.arguments import number, plain_text, whole

@@ -18,8 +18,9 @@ from benchmarks.published.software import Software
 from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import Gpu, is_fused
+from megajax.estimate.kept import rows_of
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
-from megajax.estimate.memory import ITEMSIZE, rows_of
+from megajax.estimate.memory import ITEMSIZE
 from megajax.estimate.parameters import Sharding, rank_parameters, sharded_parameters
 from megajax.estimate.program_kernels import Work
 from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, waiting

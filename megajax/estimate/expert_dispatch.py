@@ -8,12 +8,22 @@ from typing import NamedTuple
 from megajax.config import ParallelConfig, RunConfig
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.memory import ITEMSIZE, rows_of
+from megajax.estimate.kept import rows_of
+from megajax.estimate.memory import ITEMSIZE
 from megajax.estimate.rates import Rates, devices_here, rates_of
 from megajax.models.costs import Experts, ModelCosts
 from megajax.ops.expert_rounds import FIRST, balanced_share
 
-__all__ = ["CHOICES", "GATHER", "by_all_to_all", "dispatch_times", "dispatches", "sent_share", "with_expert_dispatch"]
+__all__ = [
+    "CHOICES",
+    "GATHER",
+    "by_all_to_all",
+    "dispatch_times",
+    "dispatches",
+    "expert_seconds",
+    "sent_share",
+    "with_expert_dispatch",
+]
 
 GATHER, ALL_TO_ALL = "all-gather", "all-to-all"
 TOKENS, CHOICES = "tokens and experts' results", "choices of experts"
@@ -55,6 +65,12 @@ def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int) -> list[D
         share, ragged = sent_share(model.experts, parallel)
         tokens = [Dispatch(TOKENS, ALL_TO_ALL, share * part, 2, 2 + again, ragged)]
     return [*tokens, Dispatch(CHOICES, GATHER, choices, 2, 2 * again), Dispatch(CHOICES, ALL_TO_ALL, choices, 0, 1)]
+
+
+def expert_seconds(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> tuple[float, float]:
+    """Seconds in which a forward and a backward of a block send tokens to their experts' replicas, and results back."""
+    sent = [(one, one.seconds(parallel, rates)) for one in dispatches(model, parallel, item)]
+    return sum(one.forward * each for one, each in sent), sum(one.backward * each for one, each in sent)
 
 
 def dispatch_times(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> tuple[float, float]:

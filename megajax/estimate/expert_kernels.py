@@ -10,7 +10,7 @@ import functools
 import numpy as np
 
 from megajax.estimate.communication import BlockSends, block_sends
-from megajax.estimate.expert_dispatch import by_all_to_all, dispatches, sent_share
+from megajax.estimate.expert_dispatch import by_all_to_all, expert_seconds, sent_share
 from megajax.estimate.program_kernels import Kernels, Work
 
 __all__ = ["EXPERTS_HIDDEN", "SLICE", "ExpertKernels"]
@@ -55,17 +55,21 @@ class ExpertKernels(Kernels):
         """What a forward (0) or a backward (1) moves of experts' weights, of their gradients' sums, and of rows."""
         if not self.held:
             return Work()
-        model, parallel, unrolls = self.model, self.parallel, self.program.unrolls
+        parallel, unrolls = self.parallel, self.program.unrolls
         in_place, splits = self.program.experts_in_place, backward and self.program.splits
         copies = 2 if splits else not (in_place or (backward and unrolls))  # out of the stack, one each of I and W
         weights = self.held * SLICE * copies
         sums = backward * self.held * (UNROLLED_SUMS if unrolls else 0 if in_place else EXPERT_SUMS)
+        kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * by_all_to_all(self.model.experts, parallel)
+        return self.traffic(weights + sums + self.expert_rows(backward), kernels)
+
+    def expert_rows(self, backward: int) -> float:
+        """Bytes that a forward (0) or a backward (1) of a block with experts moves of rows."""
+        model = self.model
         hidden = HIDDEN_PASSES[backward] * model.experts.chosen * model.hidden
-        inner = INNER_PASSES[backward] * model.routed_inner / parallel.tensor
+        inner = INNER_PASSES[backward] * model.routed_inner / self.parallel.tensor
         tokens = self.received * model.hidden  # which the group sends here
-        rows = self.rows * self.item * (self.room * (hidden + inner) + 2 * tokens + self._copies(backward))
-        kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * by_all_to_all(model.experts, parallel)
-        return self.traffic(weights + sums + rows, kernels)
+        return self.rows * self.item * (self.room * (hidden + inner) + 2 * tokens + self._copies(backward))
 
     def _copies(self, backward: int) -> float:
         """Elements for each token of a microbatch that are moved for the collectives over `expert` and `tensor`."""
@@ -81,10 +85,7 @@ class ExpertKernels(Kernels):
     @functools.cached_property
     def dispatched(self) -> tuple[float, float]:
         """Seconds in which a forward and a backward send tokens to their experts' replicas, and results back."""
-        sent = [
-            (one, one.seconds(self.parallel, self.rates)) for one in dispatches(self.model, self.parallel, self.item)
-        ]
-        return sum(one.forward * each for one, each in sent), sum(one.backward * each for one, each in sent)
+        return expert_seconds(self.model, self.parallel, self.rates, self.item)
 
     @functools.cached_property
     def sends(self) -> BlockSends:

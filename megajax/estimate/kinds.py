@@ -1,6 +1,6 @@
 """A run's layers by kind, such as dense and sparse ones: the same run with a model whose layers are all of one kind.
 
-`memory.kept_of_block` and `step_time.layer_times` describe a block of a model with equal layers. A rank's memory is the sum
+`kept.kept_of_block` and `step_time.layer_times` describe a block of a model with equal layers. A rank's memory is the sum
 over its kinds of layers, each times the slots that a chunk has for it: the most layers of the kind on any stage, since all
 ranks run one program (`pipeline/stage.py`). Its time is that of the layers that a stage has; a pipeline's is that of the
 slowest stage. A model with equal layers has one kind, whose slots all take time.

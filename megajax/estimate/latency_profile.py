@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from megajax.config import ConfigError, RunConfig
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.memory import rows_of
+from megajax.estimate.kept import rows_of
 from megajax.estimate.program_account import account_arguments
 from megajax.estimate.rates import rates_of
 from megajax.estimate.roofline import seconds_by_name

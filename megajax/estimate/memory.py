@@ -2,15 +2,13 @@
 
 The schedule's slots (`pipeline/slots.py`) times what a block keeps under a recompute mode, and the model's parameters
 (`models/costs.py`). Two terms depend on XLA and were read off programs compiled for H100s: the *workspace* and the *copies*
-(see `_workspace`, `stash_copies`). `python -m benchmarks.compiled memory --show` compares the sum with XLA's own figures
+(see `workspace`, `kept.stash_copies`). `python -m benchmarks.compiled memory --show` compares the sum with XLA's own figures
 over the grid of runs that these terms were read from.
 """
 
-from collections.abc import Iterable
-
-from megajax.config import ParallelConfig, RunConfig, padded_vocabulary
+from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
-from megajax.estimate.gpus import is_fused
+from megajax.estimate.kept import kept_for_weights, kept_of_block, kept_twice, rows_of, stash_copies
 from megajax.estimate.kinds import layers_of_kinds, modules_run
 from megajax.estimate.muon_matrices import bytes_of_update
 from megajax.estimate.optimizer_state import bytes_per_parameter
@@ -26,7 +24,6 @@ from megajax.estimate.parameters import (
     trained_shared_parameters,
 )
 from megajax.estimate.trained import trained_parameters
-from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
 from megajax.pipeline.program import StepProgram
 from megajax.runtime.gpu_environment import MEMORY_FRACTION
@@ -62,9 +59,9 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     mode = "none" if program.unrolls else None
     stashed = slots.stash if not parallel.offload_activations else 0  # otherwise it is in host memory
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
-    workspace = max(*(_workspace(kind.run, item, sharding) for kind in kinds), _modules_workspace(run, item, sharding))
+    of_block = max(*(workspace(kind.run, item, sharding) for kind in kinds), _modules_workspace(run, item, sharding))
     copies = stashed * of_chunk(stash_copies)
-    beside = workspace if max(kind.slots for kind in kinds) == 1 else 0  # whose memory copies of the stash share
+    beside = of_block if max(kind.slots for kind in kinds) == 1 else 0  # whose memory copies of the stash share
     # ZeRO-3 gathers what is outside the blocks once, for the whole step.
     shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
     elsewhere = shared - shared // parallel.replicas
@@ -79,8 +76,9 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         + (versions * frozen if versions > 1 else 0)
         + gathered
         + transposed,
-        "stash": stashed * of_chunk(lambda run, item: kept_of_block(run, item, mode)),
-        "copies": max(0, copies - beside) + max(0, swapped - workspace),
+        "stash": stashed
+        * of_chunk(lambda run, item: kept_of_block(run, item, mode) + program.unrolls * kept_twice(run, item)),
+        "copies": max(0, copies - beside) + max(0, swapped - of_block),
         "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
         "inboxes": slots.inbox * residual,
     }
@@ -95,9 +93,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
         "gradients": versions * 4 * work + 4 * elsewhere,
         **during,
-        "workspace": max(
-            workspace, copied - sum(during.values()), summed, bytes_of_update(run, item) - sum(during.values())
-        ),
+        "workspace": max(of_block, summed, max(copied, bytes_of_update(run, item)) - sum(during.values())),
     }
 
 
@@ -113,85 +109,6 @@ def _optimizer_state(run: RunConfig, held: int, sharding: Sharding) -> int:
     shared = trained_shared_parameters(run, sharding)
     shared //= run.parallel.replicas if sharding.zero else 1
     return round(of_blocks * (held - shared) + of_shared * shared) + average
-
-
-def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
-    """Tokens of a microbatch on a device: context parallelism splits the sequence."""
-    return parallel.microbatch_size * (model.sequence_length // parallel.context)
-
-
-def kept_by_matmuls(run: RunConfig, item: int) -> int:
-    """Of the bytes of `kept_of_block` those of the results of column-parallel matmuls."""
-    model, parallel = model_costs(run.model), run.parallel
-    values = [one for one in model.kept if one.name in ("qkv", "up") and parallel.recompute in one.modes]
-    return _bytes_of(values, run, item)
-
-
-def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
-    """Bytes that one block keeps from the forward to the backward of one microbatch, on one device.
-
-    Args:
-      item: bytes of an activation.
-      mode: recompute mode, if not the run's. Blocks that are recomputed together keep one input, a part of it each.
-    """
-    model, parallel = model_costs(run.model), run.parallel
-    kept = model.kept_bytes(
-        mode or parallel.recompute,
-        samples=parallel.microbatch_size,
-        sequence=model.sequence_length // parallel.context,
-        tensor=parallel.tensor,
-        sequence_parallel=parallel.sequence_parallel,
-        itemsize=item,
-        fused_attention=is_fused(parallel),
-        rows=model.expert_rows(parallel.expert, parallel.expert_dispatch),
-    )
-    if (mode or parallel.recompute) == "none":
-        # What the column-parallel matmuls read is stored gathered.
-        values = [value for value in model.kept if value.name in ("attention_input", "feedforward_input")]
-        kept += _bytes_of(values, run, item, gathered=True) - _bytes_of(values, run, item)
-    return kept // parallel.recompute_blocks
-
-
-def kept_for_weights(run: RunConfig, item: int) -> int:
-    """Bytes that I keeps for W of one block."""
-    kept = model_costs(run.model).kept_for_weights
-    return _bytes_of((value for value in kept if run.parallel.recompute in value.modes), run, item)
-
-
-def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int, gathered: bool = False) -> int:
-    """Bytes of these values of one block, for one microbatch, on one device; or gathered over the tensor group."""
-    model, parallel = model_costs(run.model), run.parallel
-    sizes = {
-        "samples": parallel.microbatch_size,
-        "sequence": model.sequence_length // parallel.context,
-        "itemsize": item,
-        "tensor": parallel.tensor,
-        "sequence_parallel": parallel.sequence_parallel and not gathered,
-        "rows": model.expert_rows(parallel.expert, parallel.expert_dispatch),
-    }
-    return sum(value.bytes(**sizes) for value in values)
-
-
-def stash_copies(run: RunConfig, item: int) -> int:
-    """Second copies of stashed values, by block.
-
-    The backward's matmuls need some values transposed. XLA's GPU compiler hoists the transposition out of the loop over
-    blocks and so transposes the whole stash, once for each chunk.
-
-    Which values was read off compiled programs and is `KeptValue.transposed_from`: unfused attention's scores, whenever they
-    are kept; queries, keys and values where they are rotated and a microbatch has several samples. With a fused kernel there
-    are none of these. With fp8, what a gated activation reads. Where a chunk is one block there is no loop: the workspace
-    reuses the copy's memory.
-    """
-    parallel, model = run.parallel, model_costs(run.model)
-    if parallel.pipe == 1 or parallel.recompute == "full":
-        return 0
-    kept = model.kept_values(parallel.recompute, is_fused(parallel))
-    first = 1 if parallel.attention in FUSED else parallel.microbatch_size + 1
-    copied = [value for value in kept if value.transposed_from is not None and value.transposed_from < first]
-    if run.train.matmul_dtype == "fp8" and is_gated(model):
-        copied += [value for value in kept if value.name == "up"]
-    return _bytes_of(copied, run, item)
 
 
 def _swapped_sums(program: StepProgram) -> int:
@@ -212,13 +129,7 @@ def _swapped_sums(program: StepProgram) -> int:
     return 4 * program.layers.rank_slots * inputs * outputs if (inputs, outputs) == shapes["mlp_out"] else 0
 
 
-def is_gated(model: ModelCosts) -> bool:
-    """Whether the MLP's activation multiplies two halves of what its first matmul computes."""
-    widths = {value.name: value.per_token for value in model.kept}
-    return widths.get("up", 0) > widths.get("activation", 0)
-
-
-def _workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
+def workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     """Bytes that are live only while a block or the head is computed.
 
     The larger of a block's (`_block_workspace`, with a fused attention kernel) and the head's: logits, of the columns that a
@@ -258,7 +169,7 @@ def _modules_workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     logits = item * rows_of(model, parallel) * padded_vocabulary(model.vocabulary, split) // split
     whole = item * rows_of(model, parallel) * model.hidden
     each = kept_of_block(modules, item, "none") + logits + 4 * whole
-    return 2 * logits + 3 * whole + model.further.layers * each + _workspace(modules, item, Sharding())
+    return 2 * logits + 3 * whole + model.further.layers * each + workspace(modules, item, Sharding())
 
 
 def _block_workspace(run: RunConfig, item: int) -> int:

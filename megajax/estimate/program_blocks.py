@@ -15,14 +15,14 @@ the matmuls', and which collectives overlap which kernels.
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from megajax.estimate.attention_kernels import CONTEXT_MERGED, AttentionKernels
 from megajax.estimate.expert_kernels import EXPERTS_HIDDEN, SLICE, ExpertKernels
-from megajax.estimate.memory import is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
+from megajax.estimate.gpus import is_fused
+from megajax.estimate.kept import is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
 from megajax.estimate.merged_ticks import exposed_parts, has_latencies
 from megajax.estimate.parameters import block_arrays
-from megajax.estimate.program_kernels import Work
+from megajax.estimate.program_kernels import Product, Work
 from megajax.estimate.rates import in_a_host
 from megajax.estimate.sharded_blocks import (
     Passes,
@@ -62,26 +62,6 @@ FP8_WEIGHT, FP8_PASSES, FP8_KERNELS = 28, 7, 22
 PART_PASSES, PART_KERNELS, RING_MATMUL, RING_EXPOSED = 3, 2, 7, 0.15
 # Zero bubble: passes over what I keeps for W, of each; and those of W over a gated MLP's gates, whose product it computes.
 KEPT_PASSES, GATED_PASSES = 2, 1.5
-
-
-class Product(NamedTuple):
-    """A matmul of a block: elements of a token before and after it on a device; of experts, those of its k rows.
-
-    Attributes:
-      inputs, outputs: elements.
-      repeated: full recomputation repeats it.
-      experts: parameters of all experts on the device; 0 for a matmul with one weight.
-    """
-
-    inputs: float
-    outputs: float
-    repeated: bool
-    experts: float = 0.0
-
-    @property
-    def weights(self) -> float:
-        """Parameters of a weight that is not of experts."""
-        return 0.0 if self.experts else self.inputs * self.outputs
 
 
 class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
@@ -138,6 +118,30 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             Product(*one.on_device(parallel.tensor), parallel.recompute in one.recomputed, parts.get(one, 0.0))
             for one in model.matmuls
         ]
+
+    @property
+    def least(self) -> tuple[float, float]:
+        """Seconds of products, fused attention and experts' rows of a forward and a backward, whatever the schedule is.
+
+        And those of the products that full recomputation does not repeat.
+        """
+        products = self._matmuls(self._products) + self._matmuls(self._products, "inputs")
+        added = lambda one: "weights" if self.parallel.pipe > 1 or not one.experts else "outputs"  # noqa: E731
+        if trained_parameters(self.program.run) is None:
+            products += sum((self._matmuls([one], added(one)) for one in self._products), Work())
+        if full := self.parallel.recompute == "full":
+            products += self._matmuls(one for one in self._products if one.repeated)
+        if is_fused(self.parallel):
+            products += self.attention[0] * (1 + full) + self.attention[1]
+        rows = self.traffic(self.expert_rows(0) + self.expert_rows(1)).total if self.held else 0.0
+        once = self._matmuls(one for one in self._products if not one.repeated).matmul if full else 0.0
+        return products.compute + rows, once
+
+    @property
+    def gathered(self) -> float:
+        """Seconds of ZeRO-3's collectives of a forward and a backward, one after the other."""
+        each = self.sharded([(one.weights, one.experts) for one in self._products])
+        return 2 * (sum(each["gathers"]) + each["other_gathers"]) + sum(each["scatters"]) + each["other_scatters"]
 
     @functools.cached_property
     def _elementwise(self) -> float:

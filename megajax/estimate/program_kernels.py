@@ -8,13 +8,14 @@ from megajax.config import RunConfig
 from megajax.estimate import model_costs
 from megajax.estimate.communication import Sent
 from megajax.estimate.gpus import Gpu
-from megajax.estimate.memory import ITEMSIZE, rows_of
+from megajax.estimate.kept import rows_of
+from megajax.estimate.memory import ITEMSIZE
 from megajax.estimate.parameters import Sharding
 from megajax.estimate.rates import devices_here, in_a_host, rates_of
 from megajax.ops.norm_kernel import PROGRAMS
 from megajax.pipeline.program import StepProgram
 
-__all__ = ["Kernels", "Work"]
+__all__ = ["Kernels", "Product", "Work"]
 
 # Of the collectives of activations half are of each of these kinds.
 RING = ("all-gather", "reduce-scatter")
@@ -65,6 +66,26 @@ class Work(NamedTuple):
 
     def __mul__(self, times: float) -> "Work":
         return Work(*(times * value for value in self))
+
+
+class Product(NamedTuple):
+    """A matmul of a block: elements of a token before and after it on a device; of experts, those of its k rows.
+
+    Attributes:
+      inputs, outputs: elements.
+      repeated: full recomputation repeats it.
+      experts: parameters of all experts on the device; 0 for a matmul with one weight.
+    """
+
+    inputs: float
+    outputs: float
+    repeated: bool
+    experts: float = 0.0
+
+    @property
+    def weights(self) -> float:
+        """Parameters of a weight that is not of experts."""
+        return 0.0 if self.experts else self.inputs * self.outputs
 
 
 class Kernels:

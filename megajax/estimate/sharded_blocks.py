@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megajax.estimate.communication import GATHER, GRADIENT, SCATTER
-from megajax.estimate.memory import is_gated
+from megajax.estimate.kept import is_gated
 from megajax.estimate.merged_ticks import HOPPER
 from megajax.estimate.parameters import block_arrays, block_parameters
 from megajax.estimate.program_kernels import Kernels

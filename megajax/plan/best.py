@@ -2,13 +2,14 @@
 
 `search.search` prices every legal layout. Here a heap has layouts that are known in part, with a lower bound of their time
 (`bounds.py`), and layouts that are priced. The first of it is taken, again and again: if it is known in part, those that it
-stands for are put in its place, first without a schedule, then with one, then priced; if it is priced, nothing else can be
-faster. So the rows are those of the exhaustive search, in its order, and most layouts are never priced.
+stands for are put in its place, with a recompute mode, with a closer bound, with a schedule, then priced; if it is priced,
+nothing else can be faster. So the rows are those of the exhaustive search, in its order, and most layouts are never priced.
 """
 
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from megajax.plan.search import (
 __all__ = ["DEGREES", "SHAPES", "Found", "best_layouts", "fastest", "on_mesh"]
 
 Group = Callable[[ParallelConfig], Hashable]
+RECOMPUTE_FIELDS = ("recompute_blocks", "recompute")
 SMALLEST = 3  # layouts that are found if none fits
 # What explanations compare, and what pictures of mesh shapes and pages show.
 DEGREES: tuple[Group, ...] = (lambda one: ("tensor", one.tensor), lambda one: ("model", one.tensor * one.pipe))
@@ -59,11 +61,19 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Layouts that share these fields; `place` is their position among all that are declared."""
+    """Layouts that share these fields; `place` is their position among all that are declared.
+
+    Attributes:
+      whole: all but the schedule's fields are known; until then the recompute mode is not either, and none stands for it.
+      bounded: their bound is `Bounds.seconds`, or closer; until then it is `Bounds.least_seconds`.
+      scheduled: the schedule's fields are known too.
+    """
 
     place: tuple[int, ...]
     base: RunConfig
     fields: Fields
+    whole: bool = False
+    bounded: bool = False
     scheduled: bool = False
 
     @functools.cached_property
@@ -76,7 +86,7 @@ def best_layouts(question: Question, rows: int = 1, groups: Sequence[Group] = ()
 
     Args:
       rows: how many meshes, the fastest first.
-      groups: functions of a layout; the best one with each of their values is found.
+      groups: functions of a layout's mesh; the best one with each of their values is found.
       within: of groups only those are looked for that take at most so many times the fastest layout's time.
 
     Raises:
@@ -133,7 +143,7 @@ class _BestFirst:
                 self.seen.update(self._keys(run.parallel))
                 nodes.append((memory, node.place, node))
                 if memory <= self.question.memory_limit:
-                    heap.append((bounds.seconds(run), 0, (), node.place, node, bounds))
+                    heap.append((bounds.least_seconds(run), 0, (), node.place, node, bounds))
         heapq.heapify(heap)
         while heap:
             seconds, priced, sort, place, one, bounds = heapq.heappop(heap)
@@ -145,6 +155,15 @@ class _BestFirst:
             if priced:
                 self._take(one.run.parallel)
                 self.limit = min(self.limit, self.within * seconds)
+            elif not one.whole:
+                for node in self._recomputing(one):
+                    least = bounds.least_seconds(node.run)
+                    heapq.heappush(heap, (max(seconds, least), 0, (), node.place, node, bounds))
+            elif not one.bounded:
+                if bounds.memory_of_a_microbatch(one.run) > self.question.memory_limit:
+                    continue
+                closer = max(seconds, bounds.seconds(one.run))
+                heapq.heappush(heap, (closer, 0, (), place, dataclasses.replace(one, bounded=True), bounds))
             elif not one.scheduled:
                 for node in self._schedules(one):
                     bound = bounds.scheduled_seconds(node.run)
@@ -158,19 +177,30 @@ class _BestFirst:
         return self._sorted(nodes, frozenset(slower))
 
     def _unscheduled(self, base: RunConfig) -> Iterator[Fields]:
-        known = {name: values for name, values in self.filters.items() if name not in SCHEDULE_FIELDS}
+        later = (*SCHEDULE_FIELDS, *RECOMPUTE_FIELDS)
+        known = {name: values for name, values in self.filters.items() if name not in later}
         for fields in layouts(base, self.question.gpus, known):
             ranks = 1 if fields["context_exchange"] == "all_to_all" else fields["context"]
             attention = attention_of(base, self.question.gpu, fields["attention"], ranks)
             if attention is not None:
-                yield {**fields, "attention": attention}
+                yield {**fields, "attention": attention, "recompute": "none", "recompute_blocks": 1}
+
+    def _recomputing(self, node: Node) -> Iterator[Node]:
+        """The node with each recompute mode."""
+        chosen = {name: values for name, values in self.filters.items() if name in RECOMPUTE_FIELDS}
+        for number, fields in enumerate(layouts(node.run, self.question.gpus, chosen)):
+            yield Node((*node.place, number), node.base, fields, whole=True)
 
     def _schedules(self, node: Node) -> Iterator[Node]:
         """The node with each schedule and its options."""
         chosen = {name: values for name, values in self.filters.items() if name in SCHEDULE_FIELDS}
         run = node.run
         for number, fields in enumerate(layouts(run, self.question.gpus, chosen)):
-            yield Node((*node.place, number), node.base, fields, scheduled=True)
+            yield Node((*node.place, number), node.base, fields, whole=True, bounded=True, scheduled=True)
+
+    def _complete(self, node: Node) -> Iterator[Node]:
+        """The node with each recompute mode and schedule."""
+        return itertools.chain.from_iterable(map(self._schedules, self._recomputing(node)))
 
     def _price(self, node: Node) -> Candidate | None:
         """The candidate; None if it is not legal."""
@@ -213,7 +243,7 @@ class _BestFirst:
         for *_, node in nodes if missing else ():
             if missing.isdisjoint(keys := self._keys(node.run.parallel)):
                 continue
-            one = next((one for one in map(self._price, self._schedules(node)) if one is not None), None)
+            one = next((one for one in map(self._price, self._complete(node)) if one is not None), None)
             if one is not None:
                 missing.difference_update(keys)
                 refused.append(one)
@@ -225,7 +255,7 @@ class _BestFirst:
         for memory, _, node in nodes:
             if len(found) >= SMALLEST and found[SMALLEST - 1].peak <= memory:
                 break
-            priced = [one for one in map(self._price, self._schedules(node)) if one is not None]
+            priced = [one for one in map(self._price, self._complete(node)) if one is not None]
             found = sorted(found + priced, key=order)[:SMALLEST]
         return found
 

@@ -4,8 +4,10 @@ A bound is the model of `estimate` without what cannot be known yet, or costs mo
 
     time      blocks of all microbatches, as one forward and one backward of a chunk or as both merged, whichever is shorter;
               embedding and head; the collectives and the update at the end of the step; with a schedule also its bubble.
-              Without communication within groups of experts, and without ticks
-    memory    weights, optimizer, gradients and 16-bit weights, of the fewest layers that a rank can hold. Without the stash
+              Without ticks. At first of the blocks only the products, attention, experts' rows and where these are sent,
+              which are the same for most layouts (`least_seconds`)
+    memory    weights, optimizer, gradients and 16-bit weights, of the fewest layers that a rank can hold; and then what they
+              keep of one microbatch and a block's workspace, with a schedule the stash
 
 Both are at most what `step_time` and `bytes_per_device` say of every layout that has the known fields
 (`tests/plan/test_best.py`). Parts that several layouts share are computed once.
@@ -13,22 +15,33 @@ Both are at most what `step_time` and `bytes_per_device` say of every layout tha
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 from megajax.config import RunConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.estimate import model_costs
+from megajax.estimate.attention_kernels import CONTEXT_MERGED
 from megajax.estimate.auto import placements
 from megajax.estimate.communication import step_sends
+from megajax.estimate.expert_dispatch import expert_seconds, with_expert_dispatch
+from megajax.estimate.expert_kernels import EXPERTS_HIDDEN
 from megajax.estimate.gpus import Gpu
+from megajax.estimate.kept import kept_of_block
 from megajax.estimate.kinds import layers_of_kinds
-from megajax.estimate.memory import ITEMSIZE, bytes_per_device, kept_of_block
-from megajax.estimate.parameters import sharded_parameters, trained_rank_parameters
+from megajax.estimate.memory import ITEMSIZE, bytes_per_device, workspace
+from megajax.estimate.parameters import (
+    Sharding,
+    block_parameters,
+    rank_parameters,
+    sharded_parameters,
+    trained_rank_parameters,
+)
 from megajax.estimate.program_blocks import Blocks
-from megajax.estimate.program_kernels import Work
+from megajax.estimate.program_kernels import Kernels, Work
 from megajax.estimate.program_time import CAST, NORM, Program
-from megajax.estimate.rates import waiting
+from megajax.estimate.rates import spread, waiting
 from megajax.estimate.trained import trained_parameters
 from megajax.estimate.update_time import update_bytes
 from megajax.pipeline.program import StepProgram
@@ -42,7 +55,7 @@ STATE = ("weights", "optimizer", "gradients", "16-bit weights")
 
 
 class BlockTimes(NamedTuple):
-    """Seconds of a block, without the communication that `_bounded` leaves out, and the bytes that it keeps."""
+    """Seconds of a block, and the bytes that it keeps."""
 
     forward: float
     backward: float
@@ -59,10 +72,15 @@ class Bounds:
         self._step = EXACT * (1 + waiting(gpu, gpus))
         self._known: dict[Hashable, Any] = {}
 
+    def least_seconds(self, run: RunConfig) -> float:
+        """Of a step of the run as for `seconds`, of less and sooner found."""
+        blocks = sum(map(operator.mul, self._layers(run, 1), self._least(run)))
+        return self._step * (run.microbatches * (blocks + self._ends(run)) + self._once(run))
+
     def seconds(self, run: RunConfig) -> float:
         """Of a step of the run, whatever its schedule and chunks are; its other fields are known."""
         if run.parallel.pipe == 1:  # of one schedule, which decides whether there are loops over blocks
-            return 0.0
+            return self.least_seconds(run)
         layers = self._layers(run, 1)
         passes = min(
             sum(count * min(one.forward + one.backward, one.merged) for count, one in zip(layers, kinds, strict=True))
@@ -97,29 +115,83 @@ class Bounds:
         key = ("memory", own, parallel.vocab_parallel)
         return self._shared(key, lambda: self._state(run))
 
+    def memory_of_a_microbatch(self, run: RunConfig) -> float:
+        """As `memory`, with a workspace, and what a rank keeps of a microbatch that the last stage has."""
+        return self.memory(run) + EXACT * (self._kept(run) + self._workspace(run))
+
     def scheduled_memory(self, run: RunConfig) -> float:
         """Bytes of the fullest GPU of a run as for `scheduled_seconds`, where its schedule has a closed form."""
         parallel, program = run.parallel, StepProgram.of(run)
-        memory, spec = self.memory(run), program.spec
+        spec = program.spec
         if not spec.slots or spec.split is None or parallel.offload_activations or "costs" in spec.options:
-            return memory
-        layers, kinds = self._layers(run, parallel.chunks), self._blocks(run, spec.split)
+            return self.memory_of_a_microbatch(run)
+        layers, kinds = self._layers(run, parallel.chunks), self._blocks_alone(run, spec.split)
         kept = sum(count * one.kept for count, one in zip(layers, kinds, strict=True))
         closed = spec.slots(**program.schedule_arguments)
-        return memory + EXACT * (closed.stash * kept if closed else 0)
+        stash = max(closed.stash * kept, self._kept(run)) if closed else self._kept(run)
+        return self.memory(run) + EXACT * (stash + self._workspace(run))
 
     def _state(self, run: RunConfig) -> float:
         one = placements(_unscheduled(run))[0]
         found = bytes_per_device(one, slots=Slots(0, 0, 0))
-        # Of layers of several kinds a rank may hold fewer with more chunks, but not fewer than its share.
-        share = 1.0
-        if layer_kinds(run.model):
+        of_state, of_sums = self._shares(one) if self._differ(run) else (1.0, 1.0)
+        shares = (of_state, of_state, of_sums, of_sums)
+        return EXACT * sum(share * found[part] for share, part in zip(shares, STATE, strict=True))
+
+    def _shares(self, run: RunConfig) -> tuple[float, float]:
+        """Of weights and optimizer, and of sums and 16-bit weights, of a rank's slots the part of its layers, at least.
+
+        With more chunks a rank may have fewer slots, but not less than its share of the layers of each kind.
+        """
+        counts, kinds, train = self._layers(run, 1), layers_of_kinds(run), run.train
+        slots = [kind.rank_slots for kind in kinds]
+        if trained_parameters(run) is not None or train.matmul_dtype == "fp8" or train.optimizer != "adamw":
             share = min(
-                count / kind.rank_slots for count, kind in zip(self._layers(run, 1), layers_of_kinds(one), strict=True)
-            )
-        return EXACT * share * sum(found[part] for part in STATE)
+                map(operator.truediv, counts, slots)
+            )  # what is not sharded, and bytes of parameters that differ
+            return share, share
+        sharding, blocks = Sharding.from_config(run), [block_parameters(kind.run) for kind in kinds]
+        held = rank_parameters(run, sharding)
+        missing = [
+            sum((slot - count) * block[of] for slot, count, block in zip(slots, counts, blocks, strict=True))
+            for of in (0, 1)
+        ]
+        least = math.ceil(held[0] - missing[0]), math.ceil(held[1] - missing[1])
+        of_state, of_sums = (
+            sharded_parameters(run, least, run.parallel.zero >= level)
+            / sharded_parameters(run, held, run.parallel.zero >= level)
+            for level in (1, 3)
+        )
+        return of_state, of_sums
 
     # Parts.
+
+    def _kept(self, run: RunConfig) -> float:
+        """Bytes that the layers of a stage keep of a microbatch."""
+        parallel = run.parallel
+        if parallel.pipe == 1 or parallel.offload_activations:
+            return 0.0
+        return sum(map(operator.mul, self._layers(run, 1), (kept for kept, _ in self._activations(run))))
+
+    def _workspace(self, run: RunConfig) -> float:
+        return max(workspace for _, workspace in self._activations(run))
+
+    def _activations(self, run: RunConfig) -> tuple[tuple[int, int], ...]:
+        """Of a block of each kind the bytes that it keeps, and of its workspace where ticks do not merge."""
+        parallel = run.parallel
+        own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.recompute)
+        own += (parallel.recompute_blocks, parallel.zero == 3, parallel.sequence_parallel, parallel.attention)
+        own += (parallel.tensor_overlap, parallel.context_exchange, parallel.expert_dispatch == "bucketed")
+        own += (parallel.pipe, parallel.vocab_parallel)
+
+        def make() -> tuple[tuple[int, int], ...]:
+            same = {"recompute": parallel.recompute, "recompute_blocks": parallel.recompute_blocks}
+            one, item = placements(_unscheduled(run))[0].with_layout(**same), ITEMSIZE[run.train.precision]
+            sharding = Sharding.from_config(one)
+            kinds = layers_of_kinds(one)
+            return tuple((kept_of_block(kind.run, item), workspace(kind.run, item, sharding)) for kind in kinds)
+
+        return self._shared(("activations", own), make)
 
     def _shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self._known:
@@ -129,19 +201,115 @@ class Bounds:
     def _layers(self, run: RunConfig, chunks: int) -> list[float]:
         """Layers of each kind in a chunk, at least; of the stage that has most."""
         stages = run.parallel.pipe * chunks
+        return self._shared(("layers", stages), lambda: self._of_stages(run, stages))
+
+    def _of_stages(self, run: RunConfig, stages: int) -> list[float]:
         kinds = layer_kinds(run.model)
         if not kinds:
             return [-(-run.model.layers // stages)]
         return [kinds.count(kind) / stages for kind in sorted(set(kinds))]
 
+    def _differ(self, run: RunConfig) -> bool:
+        """Whether the model has layers of several kinds."""
+        return self._shared("differ", lambda: bool(layer_kinds(run.model)))
+
+    def _dispatch(self, run: RunConfig) -> tuple[str, tuple[tuple[float, float], ...]]:
+        """How tokens get to their experts, and the seconds of that of a block of each kind, in a forward and a backward."""
+        parallel = run.parallel
+        if parallel.expert == 1:
+            return "gather", ((0.0, 0.0),) * len(self._layers(run, 1))
+        own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.sequence_parallel)
+        own += (parallel.recompute == "none", parallel.expert_dispatch)
+        own += (min(spread(parallel, "data"), self.gpu.host_size),)  # with which the devices in a host are the same
+
+        def make() -> tuple[str, tuple[tuple[float, float], ...]]:
+            one = with_expert_dispatch(_unscheduled(run).with_layout(recompute=parallel.recompute), self.gpu)
+            kinds = (Kernels(kind.run, self.gpu) for kind in layers_of_kinds(one))
+            sent = tuple(expert_seconds(kind.model, one.parallel, kind.rates, kind.item) for kind in kinds)
+            return one.parallel.expert_dispatch, sent
+
+        return self._shared(("dispatch", own), make)
+
+    def _least(self, run: RunConfig) -> tuple[float, ...]:
+        """Seconds of what is the same of a block of each kind in all schedules, and quickly found."""
+        parallel, (dispatch, sent) = run.parallel, self._dispatch(run)
+        own = (
+            parallel.tensor,
+            parallel.microbatch_size / parallel.context,
+            parallel.ring_ranks,
+            parallel.expert,
+            dispatch,
+        )
+        own += (parallel.attention, parallel.sequence_parallel, parallel.tensor_overlap, parallel.pipe > 1)
+        own += (parallel.recompute == "full",)
+
+        def make() -> tuple[tuple[float, float], ...]:
+            one = _unscheduled(run).with_layout(zero=0, recompute=parallel.recompute, expert_dispatch=dispatch)
+            return tuple(Blocks(kind.run, self.gpu).least for kind in layers_of_kinds(one))
+
+        # What ticks hide that merge, which those of several kinds of layers do not.
+        merges = not self._differ(run)
+        shown = 1 - EXPERTS_HIDDEN[parallel.tensor == 1] if merges else 1.0
+        around = (CONTEXT_MERGED if merges else 1.0) * self._around(run)
+        return tuple(
+            max(kernels + around, gathered - once) + shown * sum(each)
+            for (kernels, once), gathered, each in zip(
+                self._shared(("least", own), make), self._gathered(run), sent, strict=True
+            )
+        )
+
+    def _gathered(self, run: RunConfig) -> tuple[float, ...]:
+        """Seconds of ZeRO-3's collectives of a block of each kind: it takes no less, but for what `Blocks.least` says."""
+        parallel = run.parallel
+        if parallel.zero < 3:
+            return (0.0,) * len(self._layers(run, 1))
+        own = (parallel.tensor, parallel.replicas, parallel.expert, parallel.axis_order)
+        own += (min(spread(parallel, "data"), self.gpu.host_size),)
+
+        def make() -> tuple[float, ...]:
+            return tuple(Blocks(kind.run, self.gpu).gathered for kind in layers_of_kinds(_unscheduled(run)))
+
+        return self._shared(("gathered", own), make)
+
+    def _around(self, run: RunConfig) -> float:
+        """Seconds of exposed sends of attention's arrays of a block, of the kind that has fewest."""
+        parallel = run.parallel
+        own = (
+            parallel.tensor,
+            parallel.context,
+            parallel.microbatch_size,
+            parallel.attention,
+            parallel.context_exchange,
+        )
+        own += (min(spread(parallel, "data"), self.gpu.host_size), parallel.axis_order)
+
+        def make() -> float:
+            blocks = (Blocks(kind.run, self.gpu) for kind in layers_of_kinds(_unscheduled(run)))
+            return min(one.around(0) + one.around(1) for one in blocks)
+
+        return self._shared(("around", own), make) if parallel.context > 1 else 0.0
+
     def _blocks(self, run: RunConfig, splits: bool) -> tuple[BlockTimes, ...]:
         """A block of each kind, in a schedule that splits its backwards or not. Of one stage for the run's schedule only."""
+        shown, (_, sent) = 1 - EXPERTS_HIDDEN[run.parallel.tensor == 1], self._dispatch(run)
+        return tuple(
+            one._replace(
+                forward=one.forward + forward,
+                backward=one.backward + backward,
+                part=one.part + backward,
+                merged=one.merged + shown * (forward + backward),
+            )
+            for one, (forward, backward) in zip(self._blocks_alone(run, splits), sent, strict=True)
+        )
+
+    def _blocks_alone(self, run: RunConfig, splits: bool) -> tuple[BlockTimes, ...]:
+        """As `_blocks` without sending tokens to their experts, which depends on where the replicas of a group are."""
         parallel = run.parallel
         apart, inside = parallel.pipe > 1, parallel.axis_order[-1] == "tensor"
         own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.recompute)
         own += (parallel.recompute_blocks, parallel.zero == 3, parallel.sequence_parallel, parallel.attention)
         own += (parallel.offload_activations, parallel.tensor_overlap, parallel.axis_order, splits, apart)
-        own += (parallel.context_exchange, parallel.expert_dispatch == "bucketed")
+        own += (parallel.context_exchange, self._dispatch(run)[0])
         if not apart:
             own += (parallel.schedule, parallel.data)
         elif not inside:  # neighbours on other axes decide how many of a tensor group are in a host
@@ -152,8 +320,7 @@ class Bounds:
 
     def _times(self, run: RunConfig, splits: bool, inside: bool) -> Iterator[BlockTimes]:
         parallel = run.parallel
-        dispatch = "bucketed" if parallel.expert_dispatch == "bucketed" else "gather"
-        same: dict[str, Any] = {"zero": 3 if parallel.zero == 3 else 0, "expert_dispatch": dispatch}
+        same: dict[str, Any] = {"zero": 3 if parallel.zero == 3 else 0, "expert_dispatch": self._dispatch(run)[0]}
         if parallel.pipe > 1:
             same |= {"schedule": "zb_h1" if splits else "1f1b", "chunks": 1, "group_size": None, "live_chunks": None}
             if inside:
@@ -188,11 +355,15 @@ class Bounds:
     def _once(self, run: RunConfig) -> float:
         """Seconds at the end of a step."""
         parallel = run.parallel
-        if layer_kinds(run.model) or run.train.optimizer == "muon" or trained_parameters(run) is not None:
+        if not self._shared("alike", lambda: self._is_plain(run)):
             return 0.0
         own = (parallel.tensor, parallel.pipe, parallel.context, parallel.data, parallel.zero, parallel.expert)
         own += (parallel.vocab_parallel, parallel.axis_order)
         return self._shared(("once", own), lambda: min(map(self._end_of_step, placements(_unscheduled(run)))))
+
+    def _is_plain(self, run: RunConfig) -> bool:
+        """Whether all parameters are trained alike, in layers of one kind."""
+        return not (self._differ(run) or run.train.optimizer == "muon" or trained_parameters(run) is not None)
 
     def _end_of_step(self, run: RunConfig) -> float:
         program = Program(run, self.gpu)
@@ -209,7 +380,7 @@ def _unscheduled(run: RunConfig) -> RunConfig:
 
 
 def _bounded(work: Work) -> float:
-    """Seconds without the communication of experts, which depends on where the replicas of a group are."""
+    """Seconds without sending tokens to their experts."""
     return work.total - work.expert
 
 

@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from benchmarks import compiled
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.config.parallel import MESH_AXES as AXES
-from megajax.estimate.memory import bytes_per_device, kept_of_block
+from megajax.estimate.kept import kept_of_block
+from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.parameters import Sharding
 from megajax.models.context import model_rules, model_shapes
 from megajax.models.transformer_costs import transformer_costs
@@ -167,6 +168,23 @@ def test_recompute_none_keeps_what_matmuls_read_gathered():
         run = run_of("gpt3-13b", **parallel)
         block = transformer_costs(run.model).kept_bytes("none", samples=1, tensor=tensor, fused_attention=True)
         assert kept_of_block(run, 2) - block == 2 * more * 2048 * 5120 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "compiled", "fields"),
+    [
+        ("llama3.2-1b", 4, 10811.3e6, {"context": 4, "data": 2}),
+        ("qwen3-0.6b", 8, 10438.8e6, {"context": 4, "data": 2}),
+    ],
+)
+def test_blocks_without_a_loop_keep_the_context_in_two_layouts_and_queries_before_their_norm(
+    name, layers, compiled, fields
+):
+    """Compiled for H100s: llama3.2-1b has no norm of queries and keys, qwen3-0.6b has."""
+    model = dataclasses.replace(preset(name), layers=layers, sequence_length=32768)
+    parallel = ParallelConfig(zero=1, attention="cudnn", context_exchange="all_to_all", **fields)
+    run = RunConfig(model, parallel, TrainConfig(global_batch_size=8, precision="bf16"))
+    assert sum(bytes_per_device(run).values()) == pytest.approx(compiled, rel=0.005)
 
 
 def test_fp8_keeps_a_second_copy_of_the_blocks_weights():
