@@ -92,6 +92,7 @@ BENCHMARKS = {  # of `megajax bench NAME`
     "gpu-settings": Command("benchmarks.gpu_settings", "step time under other settings of XLA, NCCL and CUDA"),
     "loss-curve": Command("benchmarks.loss_curve", "draw the loss of runs over their steps"),
     "memory-model": Command("benchmarks.compiled", "the memory model against XLA's buffer assignment", ("memory",)),
+    "rankings": Command("benchmarks.rankings", "the planner's three best layouts of twelve questions, compiled"),
     "replication": Command("benchmarks.replication", "the cost of --replicate-state"),
     "roofline": Command("benchmarks.compiled", "estimated time of the compiled step by class of kernel", ("account",)),
     "schedules": Command("benchmarks.schedules", "bubbles of the pipeline schedules, simulated and measured"),

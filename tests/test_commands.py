@@ -44,6 +44,7 @@ COMMANDS = {  # command: (function that the Ctrl-C interrupts, the command line)
     "bench gpu-settings": ("benchmarks.gpu_settings.step_seconds", ""),
     "bench loss-curve": ("benchmarks.loss_curve.draw", "log.jsonl --out loss.svg"),
     "bench roofline": ("benchmarks.compiled.account", ""),
+    "bench rankings": ("benchmarks.rankings.compile_question", ""),
     "bench standing-questions": ("benchmarks.compiled.compile_cases", ""),
     "bench time-model": ("benchmarks.compiled.show", "--show"),
     "bench memory-model": ("benchmarks.compiled.show", "--show"),

@@ -13,7 +13,7 @@ from tests import samples
 from tests.samples import PAGES, ROOT, Block, SampleError, blocks
 
 OF_THEIR_OWN = {"tutorial.md": "tests/test_tutorial.py"}  # tests that run a whole page
-RESULTS = ("memory_model", "time_model", "held_out", "standing_questions", "published")
+RESULTS = ("memory_model", "time_model", "held_out", "standing_questions", "rankings", "published")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 

@@ -172,7 +172,7 @@ def compile_in_child(file: str, imports: list[str]) -> None:
     """The child process: compiles the request in `file` and writes answer.json and hlo to the same folder."""
     import jax
 
-    from megajax.runtime.compat import compiled_text, topologies
+    from megajax.runtime.compat import compiled_text, pallas_compiles_for, topologies
     from megajax.runtime.mesh import make_mesh
 
     request = pathlib.Path(file)
@@ -189,7 +189,8 @@ def compile_in_child(file: str, imports: list[str]) -> None:
     training = pkgutil.resolve_name(request_fields["training"])(run, make_mesh(run.parallel, topology.devices))
     state, batch = training.step_shapes()
     try:
-        compiled = training.compile_train_step(state, batch)
+        with pallas_compiles_for(topology.devices[0]):
+            compiled = training.compile_train_step(state, batch)
     except ConfigError as error:  # its collectives would deadlock
         request.with_name("answer.json").write_text(json.dumps({"refused": str(error)}))
         return

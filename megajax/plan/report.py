@@ -174,7 +174,7 @@ def accuracy(best: Candidate) -> str:
     tight = f"!: less than {MEMORY_MARGIN:.0%} of the usable memory is free, and predictions were off by as much.\n"
     return (tight if best.question.memory_margin < MEMORY_MARGIN else "") + (
         f"=: within {comparison_bar():.1%} of the fastest, or of one that differs in {pairs}, which is what comparisons of "
-        "compiled programs were off by (megajax bench standing-questions).\n"
+        "compiled programs were off by (megajax bench rankings, standing-questions).\n"
         f"Published steps that nothing was fitted to ({whose}: {bar.rows} of {bar.sources} sources) took {bar.bias:+.0%} on "
         f"average, one standard deviation -{bar.faster:.0%} to +{bar.slower:.0%}, of the predicted time (megajax validate)."
     )

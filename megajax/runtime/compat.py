@@ -49,6 +49,7 @@ __all__ = [
     "multihost_utils",
     "pallas",
     "pallas_call",
+    "pallas_compiles_for",
     "rebuild_vjp",
     "set_xla_metadata",
     "tokamax",
@@ -317,6 +318,22 @@ def pallas_call(
         interpret=settings["interpret"],
         name=settings["name"],
     )(*inputs)
+
+
+@contextlib.contextmanager
+def pallas_compiles_for(device: jax.Device) -> Iterator[None]:
+    """In this context Pallas's kernels are compiled for this device, which may belong to a topology without devices.
+
+    jax asks its default device for the compute capability of a kind of GPU whose name it does not know, such as an L40S.
+    """
+    try:
+        from jax._src.pallas.triton import gpu_info
+    except ImportError:  # an older jax asks for none
+        yield
+        return
+    capability = getattr(device, "compute_capability", "")
+    with mock.patch.object(gpu_info, "_get_device_arch_name", lambda kind: capability, create=True):
+        yield
 
 
 # tokamax's kernels. Its public functions return no softmax statistics, have no mask of documents and no backward of its own.

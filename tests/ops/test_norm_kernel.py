@@ -155,9 +155,9 @@ def interpreted(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize("name", ["a100-80gb", "h100-80gb", "b200"])
-def test_compiles_for_three_generations(name):
-    """Two norms of each block, in its backward's loop: merged with a forward, and alone."""
+@pytest.mark.parametrize("name", ["a100-80gb", "h100-80gb", "b200", "l40s", "a10g"])
+def test_compiles_for_all_generations(name):
+    """Two norms of each block, in its backward's loop: merged with a forward, and alone. jax knows no L40S and no A10G."""
     changed = {"activation": "swiglu", "feedforward": 1536, "biases": False, "norm": "rmsnorm"}
     model = gpu.LARGE.__class__(**vars(gpu.LARGE) | changed)
     run = gpu.run_of(model, 4, attention="xla", tensor=2)
