@@ -10,7 +10,7 @@ while others do not.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ class RowsOverRanks(NamedTuple):
 ALL_ROWS = RowsOverRanks()
 
 
-def plain_lookup(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+def plain_lookup(table: jax.Array, tokens: jax.Array, dtype: Any = None) -> jax.Array:
     """The lookup of a model that runs on no mesh: rows of table [v, h] for tokens [b, s] -> [b, s, h], as of `lookup`."""
     return jnp.take(table, tokens, axis=0).astype(dtype or table.dtype)
 
@@ -126,20 +126,15 @@ WHOLE_VOCABULARY = VocabularySharding()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def lookup(
-    table: jax.Array, tokens: jax.Array, sequence_parallel: bool = False, dtype: jnp.dtype | None = None
-) -> jax.Array:
-    """Rows of `table` for `tokens`; call it with a mesh set that has a "tensor" axis, in a plain jit or a `shard_map`.
+def lookup(table: jax.Array, tokens: jax.Array, sequence_parallel: bool = False, dtype: Any = None) -> jax.Array:
+    """Rows of `table` for `tokens`, [b, s, hidden]; to be called with a mesh set that has a "tensor" axis.
 
     Args:
       table: [vocabulary, hidden], rows split over tensor, which must divide them. Inside a `shard_map` it must vary
         over the manual axes that the tokens or the gradient vary over (`lax.pcast`), as its gradient does.
       tokens: [b, s] integers, 0 <= token < vocabulary.
       sequence_parallel: whether the result is split along s over tensor (tensor must divide s) or replicated.
-      dtype: of the result, and of what ranks send. None: the table's.
-
-    Returns:
-      [b, s, hidden]; hidden must be even if `dtype` is a 16-bit type. The gradient has the table's type.
+      dtype: of the result, and of what ranks send; hidden must be even if it has 16 bits. None: the table's.
     """
     return _forward(table, tokens, sequence_parallel, dtype)[0]
 
@@ -212,8 +207,7 @@ def over_pipe(sequence_parallel: bool) -> tuple[Callable[..., jax.Array], RowsOv
     """
 
     def look_up(table, tokens, dtype=None):
-        own = tokens - lax.axis_index(PIPE) * table.shape[0]
-        return _replicate_rows(lookup(table, own, sequence_parallel, dtype))
+        return _replicate_rows(lookup(table, tokens - _first_row(table.shape[0]), sequence_parallel, dtype))
 
     return look_up, RowsOverRanks(
         partial(_broadcast, sequence_parallel=sequence_parallel), _first_row, _sum, _max, _gather
