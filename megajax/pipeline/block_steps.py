@@ -22,7 +22,7 @@ from megajax.pipeline.block_vjp import VJPTemplate, saved_residuals
 from megajax.pipeline.chunk_work import ChunkWork
 from megajax.pipeline.early_stash import saved_residual, stash_as_computed, stash_at_end
 from megajax.pipeline.jaxprs import Addend, fp32_gradients, freed_arguments, reading_in_place, resharding
-from megajax.pipeline.layout import fp32_zeros, vary
+from megajax.pipeline.layout import fp32_zeros, in_row_major, vary
 from megajax.pipeline.norm_equations import with_merged_norms
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import SlotApart, StashRef, empty_stash
@@ -146,6 +146,10 @@ class BlockSteps:
             x, buffer, records = state
             number, stash = self.blocks.number(work.stage, slot), dataclasses.replace(work.stash, buffer=buffer)
             y, buffer = self._stash(place, number, x, work.microbatch, stash, slot, early, residual)
+            if self.in_place and isinstance(stash, StashRef) and not stash.on_host:
+                # With several samples XLA stores what is gathered over tensor with the sequence first, in loops without a
+                # backward, and copies the whole stash before the others.
+                buffer = in_row_major(buffer)
             y = self.blocks.select(work.stage, slot, y, x)
             return y, buffer, work.record(records, place, input=x, output=y)
 

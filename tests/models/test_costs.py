@@ -69,7 +69,7 @@ MLP = ModelCosts(
 
 def test_costs_of_a_model_without_attention_by_hand(monkeypatch):
     costs = estimate.model_costs.__wrapped__
-    for module in ("flops", "gpus", "kinds", "memory", "parameters", "program_kernels", "communication"):
+    for module in ("flops", "gpus", "kept", "kinds", "memory", "parameters", "program_kernels", "communication"):
         monkeypatch.setattr(
             f"megajax.estimate.{module}.model_costs", lambda model: MLP if isinstance(model, Mlp) else costs(model)
         )
