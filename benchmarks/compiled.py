@@ -90,9 +90,14 @@ def run_from_json(fields: dict[str, Any]) -> RunConfig:
 
 
 def write(rows: Mapping[tuple[str, str], Iterable[Row]]) -> None:
-    """Writes the rows, one a line."""
+    """Writes the rows."""
+    write_rows(rows, RESULTS, "python -m benchmarks.compiled")
+
+
+def write_rows(rows: Mapping[Any, Iterable[Row]], file: pathlib.Path, command: str) -> None:
+    """Writes the rows to a file of results of this command, one a line."""
     lines = ",\n".join(f" {json.dumps(row)}" for some in rows.values() for row in some)
-    RESULTS.write_text(f'{{"command": "python -m benchmarks.compiled", "rows": [\n{lines}\n]}}\n')
+    file.write_text(f'{{"command": "{command}", "rows": [\n{lines}\n]}}\n')
 
 
 def run_of(words: str, gpu: Gpu = GPU) -> RunConfig:

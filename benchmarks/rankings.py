@@ -30,6 +30,7 @@ from benchmarks.compiled import (
     pair,
     run_from_json,
     run_of,
+    write_rows,
 )
 from megajax.config import ConfigError, RunConfig
 from megajax.config.options import Parser
@@ -106,9 +107,8 @@ def read() -> dict[str, list[Row]]:
 
 
 def write(rows: dict[str, list[Row]]) -> None:
-    """Writes the rows, one a line."""
-    lines = ",\n".join(f" {json.dumps(row)}" for some in rows.values() for row in some)
-    RESULTS.write_text(f'{{"command": "python -m benchmarks.rankings", "rows": [\n{lines}\n]}}\n')
+    """Writes the rows."""
+    write_rows(rows, RESULTS, "python -m benchmarks.rankings")
 
 
 def compile_question(name: str, timeout: float) -> None:

@@ -23,8 +23,9 @@ from megajax.config import ParallelConfig, RunConfig
 from megajax.config.model_split import heads_of_device
 from megajax.estimate import model_costs
 from megajax.estimate.expert_dispatch import CHOICES, GATHER, by_all_to_all, dispatches, sent_share
+from megajax.estimate.kept import rows_of
 from megajax.estimate.kinds import layers_of_kinds, modules_run, stage_layer_counts
-from megajax.estimate.memory import ITEMSIZE, rows_of
+from megajax.estimate.memory import ITEMSIZE
 from megajax.estimate.parameters import (
     Sharding,
     block_arrays,

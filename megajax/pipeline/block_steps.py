@@ -146,10 +146,6 @@ class BlockSteps:
             x, buffer, records = state
             number, stash = self.blocks.number(work.stage, slot), dataclasses.replace(work.stash, buffer=buffer)
             y, buffer = self._stash(place, number, x, work.microbatch, stash, slot, early, residual)
-            if self.in_place and isinstance(stash, StashRef) and not stash.on_host:
-                # With several samples XLA stores what is gathered over tensor with the sequence first, in loops without a
-                # backward, and copies the whole stash before the others.
-                buffer = in_row_major(buffer)
             y = self.blocks.select(work.stage, slot, y, x)
             return y, buffer, work.record(records, place, input=x, output=y)
 
@@ -283,16 +279,22 @@ class BlockSteps:
         run = self._saving
         arguments, apart = (weights := self._weights(place), x, microbatch, layer), isinstance(stash, SlotApart)
         stacks = self._weight_stacks(weights, place)
-        on_device = apart or isinstance(stash, StashRef) and not stash.on_host
-        if not on_device or not early and (apart or not stacks):
+        in_stacks = isinstance(stash, StashRef) and not stash.on_host
+        if apart and early or in_stacks and (early or stacks):
+            leaves, structure = jax.tree.flatten(arguments)
+            flat = lambda *leaves: run(*jax.tree.unflatten(structure, leaves))  # noqa: E731
+            own = stash.own if apart else stash
+            if early:
+                y, buffer = stash_as_computed(flat, leaves, own, slot, stacks, residual)
+            else:
+                y, buffer = stash_at_end(flat, leaves, own, slot, stacks)
+            buffer = stash.replaced(buffer) if apart else buffer
+        else:
             y, saved = reading_in_place(run, arguments, stacks) if stacks else run(*arguments)
-            return y, stash.write(slot, saved)
-        leaves, structure = jax.tree.flatten(arguments)
-        flat = lambda *leaves: run(*jax.tree.unflatten(structure, leaves))  # noqa: E731
-        if not early:
-            return stash_at_end(flat, leaves, stash, slot, stacks)
-        y, buffer = stash_as_computed(flat, leaves, stash.own if apart else stash, slot, stacks, residual)
-        return y, stash.replaced(buffer) if apart else buffer
+            buffer = stash.write(slot, saved)
+        # With several samples XLA stores what is gathered over tensor with the sequence first, in loops without a backward,
+        # and copies the whole stash before the others.
+        return y, in_row_major(buffer) if in_stacks and self.in_place else buffer
 
     def _add_at(self, total: jax.Array, place, new: jax.Array | Addend, cut: ZeroSharding, keep=None) -> jax.Array:
         """`total[place] += new`, what of `new` is this replica's; unless `keep` is False (see `backward_step`).

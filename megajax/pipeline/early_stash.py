@@ -53,11 +53,8 @@ def stash_as_computed(
     Returns:
       (the result, the stash's buffer).
     """
-    of_result = jax.tree.structure(jax.eval_shape(function, *arguments)[0])
-    closed = inlined_jaxpr(lambda *leaves: jax.tree.leaves(function(*leaves)), *arguments)
-    jaxpr, (buffers, structure) = closed.jaxpr, jax.tree.flatten(stash.buffer)
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    jaxpr, makers, values, of_result = _traced(function, arguments)
+    buffers, structure = jax.tree.flatten(stash.buffer)
     results, saved = jaxpr.outvars[: of_result.num_leaves], jaxpr.outvars[of_result.num_leaves :]
     unwritten = dict(enumerate(saved))
     norms = _saving_norms(jaxpr, makers, saved)
@@ -130,19 +127,15 @@ def stash_at_end(
     input, or of a sum with it, may come after the result, and XLA then copies the input. So a result that is the sum of a
     saved value and another waits for the writes, and reads the saved one in the stash.
     """
-    of_result = jax.tree.structure(jax.eval_shape(function, *arguments)[0])
-    closed = inlined_jaxpr(lambda *leaves: jax.tree.leaves(function(*leaves)), *arguments)
-    jaxpr, (buffers, structure) = closed.jaxpr, jax.tree.flatten(stash.buffer)
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    jaxpr, makers, values, of_result = _traced(function, arguments)
+    buffers, structure = jax.tree.flatten(stash.buffer)
     results, saved = jaxpr.outvars[: of_result.num_leaves], jaxpr.outvars[of_result.num_leaves :]
     total, place = _sum_with_saved(makers, results, saved)
-    last = [
-        eqn for eqn in jaxpr.eqns if eqn is total or total is not None and _is_view_of(makers, eqn, total.outvars[0])
-    ]
-    parts = Parts(jaxpr.invars, arguments, stacks)
+    parts, last = Parts(jaxpr.invars, arguments, stacks), []
     for eqn in jaxpr.eqns:
-        if all(eqn is not one for one in last):
+        if eqn is total or total is not None and _is_view_of(makers, eqn, total.outvars[0]):
+            last.append(eqn)
+        else:
             parts.bind(eqn, values)
     at = [stash.place(number, whole, block) for number, whole in enumerate(buffers)]
     written = [stash.write_array(*one, read(values, var)) for *one, var in zip(buffers, at, saved, strict=True)]
@@ -161,14 +154,12 @@ def saved_residual(function: Callable, arguments: Sequence[jax.Array], number: i
     result is not added up, but given to the next block's kernel, which has the first sum in the stash, one kernel less
     reads and writes. Arguments as for `stash_as_computed`; nothing but a norm and a sum may read x, the argument `number`.
     """
-    of_result = len(jax.tree.leaves(jax.eval_shape(function, *arguments)[0]))
-    jaxpr = inlined_jaxpr(lambda *leaves: jax.tree.leaves(function(*leaves)), *arguments).jaxpr
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    saved, x = jaxpr.outvars[of_result:], jaxpr.invars[number]
+    jaxpr, makers, _, of_result = _traced(function, arguments)
+    saved, x = jaxpr.outvars[of_result.num_leaves :], jaxpr.invars[number]
     norms = {place: (index, indices) for index, (place, indices) in _saving_norms(jaxpr, makers, saved).items()}
     sums = [place for place, (_, indices) in norms.items() if indices]
     total = makers.get(_root(makers, jaxpr.outvars[0]))
-    if of_result != 1 or total is None or total.primitive.name != "add" or len(sums) != 1:
+    if of_result.num_leaves != 1 or total is None or total.primitive.name != "add" or len(sums) != 1:
         return None
     ((_, (start, *_)),) = (norms[place] for place in sums)
     ends = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in SAME and x in {_root(makers, v) for v in eqn.invars}]
@@ -182,6 +173,17 @@ def saved_residual(function: Callable, arguments: Sequence[jax.Array], number: i
         and total.invars[1].aval == x.aval
     )
     return sums[0] if fits else None
+
+
+def _traced(function: Callable, arguments: Sequence[jax.Array]) -> tuple[Any, dict, dict, Any]:
+    """(The jaxpr of `function(*arguments) -> (result, values to save)` with every call inlined, the equation that computes
+    each variable, the values of constants and arguments, the structure of the result.)
+    """
+    closed = inlined_jaxpr(lambda *leaves: jax.tree.leaves(function(*leaves)), *arguments)
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    return jaxpr, makers, values, jax.tree.structure(jax.eval_shape(function, *arguments)[0])
 
 
 def _sum_with_saved(makers: dict, results: Sequence, saved: Sequence) -> tuple[Any, int | None]:

@@ -146,9 +146,8 @@ class Bounds:
         counts, kinds, train = self._layers(run, 1), layers_of_kinds(run), run.train
         slots = [kind.rank_slots for kind in kinds]
         if trained_parameters(run) is not None or train.matmul_dtype == "fp8" or train.optimizer != "adamw":
-            share = min(
-                map(operator.truediv, counts, slots)
-            )  # what is not sharded, and bytes of parameters that differ
+            # a part is not sharded, or parameters differ in their bytes
+            share = min(map(operator.truediv, counts, slots))
             return share, share
         sharding, blocks = Sharding.from_config(run), [block_parameters(kind.run) for kind in kinds]
         held = rank_parameters(run, sharding)
@@ -157,12 +156,8 @@ class Bounds:
             for of in (0, 1)
         ]
         least = math.ceil(held[0] - missing[0]), math.ceil(held[1] - missing[1])
-        of_state, of_sums = (
-            sharded_parameters(run, least, run.parallel.zero >= level)
-            / sharded_parameters(run, held, run.parallel.zero >= level)
-            for level in (1, 3)
-        )
-        return of_state, of_sums
+        on_device = lambda of_rank, level: sharded_parameters(run, of_rank, run.parallel.zero >= level)  # noqa: E731
+        return on_device(least, 1) / on_device(held, 1), on_device(least, 3) / on_device(held, 3)
 
     # Parts.
 
