@@ -87,9 +87,8 @@ def test_a_product_by_the_reference_equals_numpy(sizes):
 
 
 GPUS = ("a100-80gb", "h100-80gb", "b200")
-SHAPE = dataclasses.replace(
-    gpu.LARGE, hidden=512, heads=4, kv_heads=2, sequence_length=640
-)  # a length equal to no width
+# A length that no width of these models has: heads of 80 have 640 queries, keys and values.
+SHAPE = dataclasses.replace(gpu.LARGE, hidden=512, heads=4, kv_heads=2, sequence_length=896)
 MASKS = {
     "causal": (SHAPE, {}),
     "documents": (SHAPE, {"documents": True}),
@@ -118,19 +117,35 @@ def test_attention_compiles_for_three_generations(name, model, options):
         *(backward if own else ["flash_attention_backward"]),
     }
     assert f"{model.sequence_length},{model.sequence_length}" not in text
+    check_products(text, model, options)
+
+
+def check_products(text, model, options):
+    """Two products forward, three and four in the backward's kernels, of each piece of the keys: a ring has halves too."""
     modules, _ = computations(text)
-    products = set()
+    found = set()
     for lines in modules.values():
         types = {line.name: line.type for line in lines}
-        kernels = [
-            kernel for line in lines if (kernel := kernel_of(line, types, modules)) and kernel.kind == "attention"
-        ]
-        products |= {(kernel.backward, round(kernel.flops)) for kernel in kernels}
-    flops = {True: set(), False: set()}
-    for is_backward, count in products:
-        flops[is_backward].add(count)
-    forward, backwards = min(flops[False]), sorted(flops[True])
-    assert backwards[0] == pytest.approx(forward * 3 / 2) and backwards[1] == pytest.approx(forward * 2)
+        kernels = [kernel_of(line, types, modules) for line in lines]
+        found |= {(one.backward, one.keys, one.flops) for one in kernels if one and one.kind == "attention"}
+    queries = model.sequence_length // options.get("context", 1)
+    pieces = [queries // 2, queries] if "context" in options else [queries]
+    heads, width = model.heads // options.get("tensor", 1), model.hidden // model.heads
+    for backward, counts in ((False, [2]), (True, [3, 4])):
+        every_keys = sorted({keys for is_backward, keys, _ in found if is_backward == backward})
+        for piece, keys in zip(pieces, every_keys, strict=True):
+            assert piece <= keys <= padded(piece)
+            flops = sorted(
+                flops for is_backward, its_keys, flops in found if (is_backward, its_keys) == (backward, keys)
+            )
+            product = flops[0] / counts[0]
+            assert flops == pytest.approx([product * count for count in counts])
+            assert 2 * heads * queries * keys * width <= product <= 2 * heads * padded(queries) * keys * padded(width)
+
+
+def padded(length):
+    """A kernel's tiles have up to 128 rows and columns."""
+    return -(-length // 128) * 128
 
 
 SPARSE = dataclasses.replace(
