@@ -29,7 +29,7 @@ class Verdict:
 
     Attributes:
       ranks: number of ranks.
-      fewest, most: collectives that a rank reaches, over ranks.
+      fewest, most: collectives that a rank reaches, over ranks; those of `shared` only in `most`, one pass of their loops.
       shared: of all collectives in the text that are reached, those under a predicate that depends on data, which all
         members of their groups compute from the same values.
       faults: why ranks would wait for ever.
@@ -116,15 +116,18 @@ def _judge(walk: Walk) -> Verdict:
         faults += _ill_formed(line, groups[event.line], ranks)
         if base(line) == "collective-permute":
             faults += _one_sided(line, walk.members.pairs(line), ranks)
-    counts = np.zeros(walk.ranks, int)
-    for number, times in Counter(event.ranks for event in walk.events if not event.done).items():
-        counts += times * walk.sets[number]
+    always, all_ways = np.zeros((2, walk.ranks), int)
+    for (number, depends), times in Counter(
+        (one.ranks, bool(one.unknowns)) for one in walk.events if not one.done
+    ).items():
+        all_ways += times * walk.sets[number]
+        always += 0 if depends else times * walk.sets[number]
     for asynchronous in (False, True):
         faults += [] if faults else _simulate(walk, groups, asynchronous)
     return Verdict(
         ranks=walk.ranks,
-        fewest=int(counts.min()),
-        most=int(counts.max()),
+        fewest=int(always.min()),
+        most=int(all_ways.max()),
         shared=len(shared),
         faults=tuple(dict.fromkeys(faults))[:SHOWN],
         unknown=tuple(dict.fromkeys(unknown))[:SHOWN],

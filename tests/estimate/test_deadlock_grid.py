@@ -81,7 +81,8 @@ def assert_consistent(text: str) -> Verdict:
 def check_step(run: RunConfig) -> None:
     text = step_of(run)
     verdict = assert_consistent(text)
-    assert verdict.ranks == run.parallel.devices and verdict.shared == 0
+    assert verdict.ranks == run.parallel.devices
+    assert bool(verdict.shared) == (run.parallel.expert_dispatch == "bucketed")  # a group agrees on its rounds
     assert bool(verdict.assumed) != SPECS[run.parallel.schedule].drains
     counted = sum(one.times for one in read(text, loop_trip_counts(run, on_cpu=True)).collectives)
     assert verdict.fewest - 1e-6 <= counted <= verdict.most + 1e-6, (verdict.fewest, counted, verdict.most)

@@ -216,7 +216,7 @@ def test_branches_on_data_that_members_share():
     for groups, branch in ((ALL, ROWS), (ROWS, ROWS)):
         verdict = check(on_data(groups, branch))
         assert verdict.consistent and verdict.shared == 1
-        assert "2 (1 in branches that depend on data, the same on all members) a rank" in str(verdict)
+        assert "1 to 2 (1 in branches that depend on data, the same on all members) a rank" in str(verdict)
     assert check(on_data("", COLUMNS, array=False)).consistent  # on an input: one number is the same on all ranks
 
 
