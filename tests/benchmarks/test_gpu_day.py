@@ -137,6 +137,7 @@ def test_wrong_options_are_one_line(capsys, tmp_path):
         assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_planted_faults_are_in_the_json_and_on_the_page(monkeypatch, tmp_path):
     """A wrong kernel, a hang and a slow step, beside a case that passes."""
     planted = [case("passes", number=1), case("hangs"), case("slow"), case("wrong_kernel")]

@@ -118,6 +118,7 @@ def test_few_layouts_are_priced():
     assert found.candidates[0].fits and found.priced < 600
 
 
+@pytest.mark.slow
 def test_long_sequences_are_split():
     """405B at 128k tokens on 16,384 GPUs: context 16, and no bubble of 84% as without context parallelism."""
     model = dataclasses.replace(preset("llama3.1-405b"), sequence_length=131072)

@@ -180,9 +180,10 @@ def test_it_says_that_zero_would_fit():
             "--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --schedule pipedream_2bw --precision fp16",
             "with --schedule pipedream_2bw: omit --schedule, or",
         ),
-        (
+        pytest.param(
             "--model gpt2 --gpus 97 --gpu a100-80gb --global-batch-size 8",
             "takes a global batch of 8; the nearest with good layouts: pass --gpus 96 (",
+            marks=pytest.mark.slow,
         ),
         ("--model gpt2 --gpus 8 --gpu a100-80gb --global-batch-size 8 --zero 2", "--zero: invalid choice: 2"),
         (

@@ -49,7 +49,7 @@ def canonical(training, tree):
         pytest.param("interleaved", False, marks=pytest.mark.slow),
         pytest.param("zero3", False, marks=pytest.mark.slow),
         pytest.param("uneven", False, marks=pytest.mark.slow),
-        ("early", True),
+        pytest.param("early", True, marks=pytest.mark.slow),
         pytest.param("uneven", True, marks=pytest.mark.slow),
         ("merged", True),
     ],

@@ -39,7 +39,7 @@ def equal(found, expected, tolerance=2e-6):
     [
         pytest.param("1f1b", {"zero": 1}, marks=pytest.mark.slow),
         pytest.param("interleaved_1f1b", {"chunks": 2, "vocab_parallel": "tensor"}, marks=pytest.mark.slow),
-        ("zb_v", {"zero": 3}),
+        pytest.param("zb_v", {"zero": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_the_loss_and_its_gradients_are_those_of_the_model(schedule, options):
