@@ -69,8 +69,10 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         elsewhere += own - own * parallel.expert // parallel.replicas
     gathered = item * elsewhere if item < 4 else 0
     # Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
-    # hoists the transposition of the blocks' weights out of the loops.
+    # hoists the transposition of the blocks' weights out of the loops. Where ticks merge, only the loops of the last ticks,
+    # which have no forward, transpose the stash: the weights of forwards are no longer needed, and their memory is reused.
     transposed = item * sum(rank_block_parameters(run)) if run.train.matmul_dtype == "fp8" else 0
+    beside += transposed * (program.merges and program.paired)
     during = {
         "16-bit weights": (versions * item * (work - uncast) if item < 4 or versions > 1 else 0)
         + (versions * frozen if versions > 1 else 0)
