@@ -69,8 +69,10 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         elsewhere += own - own * parallel.expert // parallel.replicas
     gathered = item * elsewhere if item < 4 else 0
     # Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
-    # hoists the transposition of the blocks' weights out of the loops.
+    # hoists the transposition of the blocks' weights out of the loops. Where ticks merge, only the loops of the last ticks,
+    # which have no forward, transpose the stash: the weights of forwards are no longer needed, and their memory is reused.
     transposed = item * sum(rank_block_parameters(run)) if run.train.matmul_dtype == "fp8" else 0
+    beside += transposed * (program.merges and program.paired)
     during = {
         "16-bit weights": (versions * item * (work - uncast) if item < 4 or versions > 1 else 0)
         + (versions * frozen if versions > 1 else 0)
@@ -82,6 +84,16 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
         "inboxes": slots.inbox * residual,
     }
+    gradients = versions * 4 * work + 4 * elsewhere
+    if (
+        run.microbatches == parallel.pipe == 1
+        and parallel.attention in FUSED
+        and not (model.experts or modules_run(run))
+    ):
+        # One forward and one backward, not in a loop: the sums are allocated when logits are no longer needed, and tables of
+        # ZeRO-3 not kept for another microbatch.
+        blocks = max(_block_bytes(kind.run, item, sharding) for kind in kinds)
+        of_block = max(0, blocks - gathered, max(_head_bytes(kind.run, item, sharding) for kind in kinds) - gradients)
     # Before ZeRO-1 scatters the gradients of uneven stages, it copies all of them, without those of slots without a layer.
     uneven = len(kinds) == 1 and parallel.stage_layers(model.layers).idle > 0
     copied = 4 * work if sharding.zero == 1 and parallel.replicas > 1 and uneven else 0
@@ -91,7 +103,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         "weights": 4 * state + frozen,
         "optimizer": _optimizer_state(run, state, sharding),
         # ZeRO-3 scatters the gradients of a block in each backward, the others at the end of the step.
-        "gradients": versions * 4 * work + 4 * elsewhere,
+        "gradients": gradients,
         **during,
         "workspace": max(of_block, summed, max(copied, bytes_of_update(run, item)) - sum(during.values())),
     }
@@ -140,20 +152,36 @@ def workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
-    split = tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
-    whole = item * rows_of(model, parallel) * model.hidden
-    logits = 2 * item * samples * tokens * padded_vocabulary(model.vocabulary, split) // split
-    scratch = samples * tokens * max(kind.scratch for _, kind in model.layers_of_kinds) // tensor
-    gathered = sum(block_parameters(run)) * item if sharding.zero >= 3 else 0
+    whole, head = item * rows_of(model, parallel) * model.hidden, _head_bytes(run, item, sharding)
     if model.experts is not None and parallel.attention in FUSED:
-        return _expert_workspace(run, item) + scratch + gathered + logits + whole
+        return _expert_workspace(run, item) + _beside_block(run, item, sharding) + head - 2 * whole
     if parallel.attention in FUSED:
-        return max(_block_workspace(run, item) + scratch + gathered, logits + 3 * whole)
+        return max(_block_bytes(run, item, sharding), head)
     gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
     heads = model.attention.heads if model.attention else 0
     dropped = (1 + item) * (heads > 0 and model.attention.dropout > 0)
     scores = (4 * item + dropped) * samples * heads * tokens * tokens // tensor
-    return max(gradients + scores + scratch + gathered, logits)
+    return max(gradients + scores + _beside_block(run, item, sharding), head - 3 * whole)
+
+
+def _head_bytes(run: RunConfig, item: int, sharding: Sharding) -> int:
+    """Bytes that the head needs: see `workspace`."""
+    model, parallel = model_costs(run.model), run.parallel
+    split = parallel.tensor * (parallel.pipe if sharding.vocabulary_over_pipe else 1)
+    rows = rows_of(model, parallel)
+    return 2 * item * rows * padded_vocabulary(model.vocabulary, split) // split + 3 * item * rows * model.hidden
+
+
+def _block_bytes(run: RunConfig, item: int, sharding: Sharding) -> int:
+    """Bytes that a block with a fused attention kernel, and without experts, needs: see `workspace`."""
+    return _block_workspace(run, item) + _beside_block(run, item, sharding)
+
+
+def _beside_block(run: RunConfig, item: int, sharding: Sharding) -> int:
+    """Bytes of mixers' scratch, and with ZeRO-3 of a block's gathered weights."""
+    model, parallel = model_costs(run.model), run.parallel
+    scratch = rows_of(model, parallel) * max(kind.scratch for _, kind in model.layers_of_kinds) // parallel.tensor
+    return scratch + (sum(block_parameters(run)) * item if sharding.zero >= 3 else 0)
 
 
 def _modules_workspace(run: RunConfig, item: int, sharding: Sharding) -> int:

@@ -11,7 +11,7 @@ beside a few kernels that move memory, one collective after the other:
 
 This is where XLA is told the times of matmuls in place (`has_latencies`). By its own estimates another scatter, with a
 gather behind it, overlaps no matmul. Why the compiler's scheduler orders them so is its own; the lists are those of Llama 2
-7B and 3 8B, GPT-3 6.7B, 13B and 175B.
+7B and 3 8B, GPT-3 6.7B, 13B and 175B. Without a pipeline: `exposed_of_one_stage`.
 """
 
 from typing import NamedTuple
@@ -52,26 +52,22 @@ class ExposedPart(NamedTuple):
       residuals: passes of those kernels over the residual stream.
       widest: passes over the widest activation of the block.
       kernels: how many kernels.
-      products: matmuls of the MLP's second weight.
+      products: matmuls, each the place of its weight in a block and what it computes: "outputs", or the gradient of its
+        "weights".
     """
 
     collectives: int
     residuals: int
     widest: float
     kernels: int
-    products: int = 0
+    products: tuple[tuple[int, str], ...] = ()
 
 
-def exposed_parts(gated: bool, full: bool, latencies: bool, ahead: bool = False) -> tuple[ExposedPart, ...]:
-    """The parts of a block with attention and an MLP, gated or not, with full recomputation or not; see `has_latencies`.
+QKV, OUTPUT, UP, DOWN = 0, 1, -2, -1  # places of weights
 
-    `ahead`: the backward's first gather runs an iteration ahead (`pipeline.stage`). Of a gated MLP's then two collectives
-    behind one of its matmuls are left.
-    """
-    if ahead and gated and latencies:
-        return (ExposedPart(2, 0, 0, 0, products=1),)
-    if ahead:
-        return exposed_parts(gated, full, latencies)[1:]
+
+def exposed_parts(gated: bool, full: bool, latencies: bool) -> tuple[ExposedPart, ...]:
+    """The parts of a block with attention and an MLP, gated or not, with full recomputation or not; see `has_latencies`."""
     if full:
         return ExposedPart(1, 2, 0, 2), ExposedPart(5 if gated else 4, 12, 0, 7)
     if not gated:
@@ -79,5 +75,35 @@ def exposed_parts(gated: bool, full: bool, latencies: bool, ahead: bool = False)
         return (first,) if latencies else (first, ExposedPart(2, 19, 0, 11))
     first, scatter, gather = ExposedPart(1, 0, 1.5, 1), ExposedPart(1, 2, 0, 1), ExposedPart(1, 7, 0, 3)
     if latencies:
-        return first, scatter, gather, ExposedPart(2, 7, 0, 3, products=1)
+        return first, scatter, gather, ExposedPart(2, 7, 0, 3, products=((DOWN, "outputs"),))
     return first, scatter, gather, ExposedPart(1, 3, 0, 1), gather
+
+
+def exposed_of_one_stage(
+    gated: bool, full: bool, latencies: bool, several: bool, short: bool
+) -> tuple[ExposedPart, ...]:
+    """The same without a pipeline, where the backward's first gather runs an iteration ahead (`pipeline.stage`).
+
+    Of a gated MLP every collective has a matmul beside it, and small ones do not hide it. Where several are in flight the
+    compiler's scheduler takes them to run at the same time, and puts two behind one matmul; they run one after the other.
+    At the end of an iteration these are the forward's last scatter and the gather ahead, behind the gradient of the weight
+    of queries, keys and values. It takes each matmul to be as long as their mean (`latency_profile.py`): where that is less
+    than a collective it puts one more collective, and the matmuls before, in front of them.
+
+    Args:
+      gated, full, latencies: as for `exposed_parts`.
+      several: whether several collectives may be in flight (`xla_flags.collectives_in_flight`).
+      short: whether a matmul takes less time than a collective, on average.
+    """
+    if full or not (gated and latencies):
+        return exposed_parts(gated, full, latencies)[1:]
+    if not several:
+        return tuple(
+            ExposedPart(1, 0, 0, 0, products=(one,))
+            for one in ((OUTPUT, "outputs"), (OUTPUT, "weights"), (QKV, "weights"))
+        )
+    output, last = ExposedPart(1, 2, 0, 4, products=((OUTPUT, "outputs"),)), (QKV, "weights")
+    if short:
+        return output, ExposedPart(3, 0, 0, 3, products=((OUTPUT, "weights"), (UP, "weights"), last))
+    down = ExposedPart(2, 2, 0, 6, products=((DOWN, "weights"),))
+    return output, down, ExposedPart(2, 0, 0, 2, products=(last,))

@@ -20,7 +20,7 @@ from megajax.estimate.attention_kernels import CONTEXT_MERGED, AttentionKernels
 from megajax.estimate.expert_kernels import EXPERTS_HIDDEN, SLICE, ExpertKernels
 from megajax.estimate.gpus import is_fused
 from megajax.estimate.kept import is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
-from megajax.estimate.merged_ticks import exposed_parts, has_latencies
+from megajax.estimate.merged_ticks import exposed_of_one_stage, exposed_parts, has_latencies
 from megajax.estimate.parameters import block_arrays
 from megajax.estimate.program_kernels import Product, Work
 from megajax.estimate.rates import in_a_host
@@ -32,6 +32,7 @@ from megajax.estimate.sharded_blocks import (
     merged_exposed,
 )
 from megajax.estimate.trained import trained_parameters
+from megajax.runtime.xla_flags import collectives_in_flight
 
 __all__ = ["Blocks"]
 
@@ -369,13 +370,17 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         one, exposed = self._collective, 0.0
         gated, full = is_gated(self.model), self.parallel.recompute == "full"
         widest = self.rows * max(product.outputs for product in self._products) * self.item
-        second = self._matmuls(self._products[-1:])
-        ahead = self.parallel.pipe == 1 and self.parallel.zero < 3  # but for the first block's of a pass
-        parts = exposed_parts(gated, full, self.latencies, ahead)
-        exposed += ahead * one / self.run.model.layers
+        if self.parallel.pipe == 1 and self.parallel.zero < 3:
+            exposed += one / self.run.model.layers  # the backward's first gather of a pass, which is not ahead
+            short = sum(self._product(own, "outputs") for own in self._products) < one * len(self._products)
+            several = collectives_in_flight(self.parallel) > 1
+            parts = exposed_of_one_stage(gated, full, self.latencies, several, short)
+        else:
+            parts = exposed_parts(gated, full, self.latencies)
         for part in parts:
             beside = self.traffic(part.residuals * self.residual + part.widest * widest, part.kernels).total
-            exposed += max(0.0, part.collectives * one - beside - part.products * second.total)
+            beside += sum(self._matmuls([self._products[place]], of).total for place, of in part.products)
+            exposed += max(0.0, part.collectives * one - beside)
         if not (self.latencies or gated or full):
             exposed = max(exposed, UNTOLD * one)
         beside = kernels.matmul + kernels.attention

@@ -33,6 +33,7 @@ __all__ = [
     "add_flags",
     "add_gpu_flags",
     "check_ring_flags",
+    "collectives_in_flight",
     "cpu_flags",
     "gpu_flags",
     "require_flag",
@@ -161,17 +162,23 @@ def gpu_flags(users: str) -> tuple[str, tuple[str, ...]]:
     return _with_flags(given, [flag for flag in GPU_FLAGS if flag not in unknown]), omitted
 
 
-def step_options(parallel: ParallelConfig, device: jax.Device) -> dict[str, int]:
-    """XLA's options of one run's training step; a flag in XLA_FLAGS replaces each.
+def collectives_in_flight(parallel: ParallelConfig) -> int:
+    """How many collectives XLA's scheduler may start before the first one ends.
 
-    Four collectives in flight instead of one: in a merged tick one of a forward and one of a backward wait for matmuls at
-    the same time, and the sums over replicas at a step's end overlap. With two tensor ranks each collective is so short
-    that XLA's scheduler hides more of them one at a time: 77% against 69% of their time for Llama-2 7B, but 48% against 63%
-    for GPT-3 175B with eight (`python -m benchmarks.compiled account`).
+    Four instead of one: in a merged tick one of a forward and one of a backward wait for matmuls at the same time, and the
+    sums over replicas at a step's end overlap. With two tensor ranks each collective is so short that XLA's scheduler hides
+    more of them one at a time: 77% against 69% of their time for Llama-2 7B, but 48% against 63% for GPT-3 175B with eight
+    (`python -m benchmarks.compiled account`).
 
     In flight is not at the same time: XLA has one stream for them unless multi-streaming is on (openxla/xla#17749), where
     they run one after the other in the order of the program, which is the same on all devices (tests/collective_order.py).
     Only sends between stages are on a stream of their own, with any limit; `gpu_environment.LAUNCH_ORDER` is for these two.
+    """
+    return 1 if parallel.tensor == 2 else 4
+
+
+def step_options(parallel: ParallelConfig, device: jax.Device) -> dict[str, int]:
+    """XLA's options of one run's training step; a flag in XLA_FLAGS replaces each.
 
     With collective matmuls none are merged: XLA would compute several of a ring's matmuls as one when the last part has
     arrived, with nothing left to overlap the sends.
@@ -181,7 +188,7 @@ def step_options(parallel: ParallelConfig, device: jax.Device) -> dict[str, int]
     """
     if not updates_in_place(device):
         return {}
-    options = {COLLECTIVES_IN_FLIGHT: 1 if parallel.tensor == 2 else 4}
+    options = {COLLECTIVES_IN_FLIGHT: collectives_in_flight(parallel)}
     if "tensor_overlap" in parallel.rings:
         options[MERGED_MATMULS] = 0
     given = {_name(flag) for flag in os.environ.get("XLA_FLAGS", "").split()}

@@ -198,6 +198,36 @@ def test_fp8_keeps_a_second_copy_of_the_blocks_weights():
     assert bytes_per_device(gated)["copies"] == 4 * 8 * 8192 * 14336 * 2  # four microbatches of eight blocks
 
 
+def test_fp8_transposes_the_stash_when_the_weights_of_forwards_are_no_longer_needed():
+    """The memory of the two is shared in merged ticks, whose last loops have no forward; 1F1B has both at once.
+
+    Compiled for H100s the first needs 67.11 GB at the peak (`plan.dryrun`).
+    """
+    run = run_of("llama3-8b", 16, tensor=2, pipe=2, chunks=2, attention="cudnn")
+    merged = dataclasses.replace(run, train=dataclasses.replace(run.train, matmul_dtype="fp8"))
+    mixed = merged.with_layout(chunks=1, schedule="1f1b")
+    gates = 2 * 8192 * 2 * 14336 // 2  # a token's gate and up, in 16 bits, over two ranks
+    weights = 2 * 16 * (4096 * (6144 + 4096 + 3 * 14336) // 2 + 2 * 4096)  # of 16 layers
+    copies = {one: bytes_per_device(one)["copies"] for one in (merged, mixed)}
+    assert copies[mixed] == 16 * gates * StepProgram.of(mixed).slots.stash
+    assert copies[merged] == 8 * gates * StepProgram.of(merged).slots.stash - weights
+    assert sum(bytes_per_device(merged).values()) == pytest.approx(67.11e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "samples", "compiled"), [("qwen2.5-1.5b", 1, 5.22), ("llama3.2-1b", 4, 12.05)])
+def test_one_microbatch_allocates_gradients_when_logits_are_no_longer_needed(name, samples, compiled):
+    """As compiled for RTX 4090s: two logits' arrays and the 16-bit table are there before the sums of gradients are."""
+    run = run_of(name, 32 * samples, data=32, zero=3, microbatch_size=samples, attention="cudnn")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, sequence_length=2048))
+    parts = bytes_per_device(run)
+    assert sum(parts.values()) == pytest.approx(compiled * 1e9, rel=0.02)
+    rows = 2048 * samples
+    head = 2 * 2 * rows * run.model.vocabulary + 3 * 2 * rows * run.model.hidden
+    assert parts["gradients"] + parts["workspace"] == pytest.approx(head, rel=0.01)
+    more = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=64 * samples))
+    assert bytes_per_device(more)["workspace"] == pytest.approx(head, rel=0.01)  # beside the gradients
+
+
 def test_two_gradients_of_one_shape_are_swapped_by_a_copy():
     """GPT-3 13B on four tensor ranks: [5120, 20480 / 4] and [20480 / 4, 5120], in fp32, of the 20 blocks of a rank."""
     parts = lambda **sizes: bytes_per_device(run_of("gpt3-13b", 256, attention="cudnn", **sizes))  # noqa: E731

@@ -21,6 +21,7 @@ ONE = Passes(
     attention=(4.0, 8.0),
     traffic=2.0,
     gated=False,
+    biased=False,
     full=False,
     hopper=True,
 )
@@ -42,6 +43,7 @@ def test_the_first_weight_of_a_forward_is_exposed_and_others_as_far_as_kernels_d
     assert forward_exposed(ONE) == 4
     # The last weight before the widest: that one is there at 9, when 7 s of kernels have run.
     assert forward_exposed(ONE._replace(gated=True)) == 4 + 2
+    assert forward_exposed(ONE._replace(gated=True, biased=True)) == 4
 
 
 def test_gradients_are_scattered_after_their_matmuls():
@@ -52,6 +54,11 @@ def test_gradients_are_scattered_after_their_matmuls():
     # Full recomputation has the forward's instead, in its order.
     full = ONE._replace(full=True)
     assert backward_exposed(full) == pytest.approx(forward_exposed(ONE) + (2 + 4 * 6 + 1 - 8))
+    # With biases, not on Hopper: the last weight is there at 3, beside its gradient's matmul and half a second of traffic;
+    # the third one, at 9, waits 4 s after the two seconds behind the last. That gradient's scatter, and the gathers that
+    # are left, end at 20, when kernels do. Then three matmuls of 2 s and three scatters, which end 14 s later, and others'.
+    biased = ONE._replace(gated=True, biased=True, hopper=False)
+    assert backward_exposed(biased) == pytest.approx(0.5 + 4 + 14 + 1)
     # Nothing to compute: everything is exposed.
     none = dict.fromkeys(("outputs", "inputs", "weights"), [0.0] * 4) | {"attention": (0.0, 0.0), "traffic": 0.0}
     everything = 4 * 3 + 2 + 4 * 6 + 1
