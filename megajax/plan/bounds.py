@@ -338,15 +338,17 @@ class Bounds:
         own = (parallel.tensor, parallel.context, parallel.pipe, parallel.microbatch_size, parallel.sequence_parallel)
         own += (parallel.vocab_parallel, parallel.axis_order)
         has_modules = model_costs(run.model).further is not None
+        data, host = parallel.data, self.gpu.host_size  # of replicas inside of pipelines, so many are as far as more
+        near = host if data % host == 0 and not has_modules else data
         if apart := parallel.axis_order[0] != "data" or has_modules:
-            own += (parallel.data,)
+            own += (near,)
         if has_modules:  # which have experts too
             own += (parallel.expert, parallel.expert_dispatch, parallel.attention)
 
         def make() -> float:
             one = _unscheduled(run).with_layout(zero=0, tensor_overlap="none")
             one = one if has_modules else one.with_layout(expert=1, expert_dispatch="gather")
-            one = one if apart else one.with_layout(data=1)
+            one = one.with_layout(data=near if apart else 1)
             return min(_bounded(Program(placed, self.gpu).ends) / placed.microbatches for placed in placements(one))
 
         return self._shared(("ends", own), make)

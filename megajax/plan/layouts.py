@@ -20,7 +20,7 @@ from megajax.estimate.context_exchange import exchanges
 from megajax.schedules.registry import search_order, specs
 from megajax.schedules.stages import StageLayers, loop
 
-__all__ = ["ALIKE", "FIELDS", "SCHEDULE_FIELDS", "Fields", "Filter", "layouts", "passes", "usual_orders"]
+__all__ = ["ALIKE", "FIELDS", "SCHEDULE_FIELDS", "Fields", "Filter", "layouts", "passes", "usual_filters"]
 
 Fields = dict[str, Any]  # of a ParallelConfig
 Filter = Callable[[Sequence, Fields], Iterable]  # of a field's declared values, in a layout, those that are taken
@@ -110,20 +110,26 @@ def _live_chunks(run: RunConfig, gpus: int, layout: Fields) -> list[int | None]:
 
 
 def _pipeline_layout(run: RunConfig, gpus: int, layout: Fields) -> list[str | None]:
-    """The usual one; of a model with layers of several kinds also the one that gives up slots of the first stages.
+    """The usual one, and of a model with layers of several kinds one that needs fewer slots for them."""
+    kinds, stages = layer_kinds(run.model), layout["pipe"] * layout["chunks"]
+    own = _fewer_slots(kinds, stages) if kinds and stages <= len(kinds) else None
+    return [None, own] if own else [None]
+
+
+@functools.lru_cache(maxsize=256)
+def _fewer_slots(kinds: tuple[str, ...], stages: int) -> str | None:
+    """A `pipeline_layout` in which the first stages give up slots, if some kind of layers then needs fewer on a stage.
 
     Every rank has slots for the most layers of each kind that any stage has (`estimate/kinds.py`): of DeepSeek-V3's 61
     layers on 32 stages, three of which are empty slots, for one of the three dense layers at its start instead of two.
     """
-    pipe, chunks, layers, kinds = layout["pipe"], layout["chunks"], run.model.layers, layer_kinds(run.model)
-    if not kinds or pipe * chunks > layers:
-        return [None]
-    usual = StageLayers(layers, pipe, chunks, kinds=kinds)
-    counts = [usual.slots] * usual.stages
-    for stage in [-1, *range(usual.stages - 1)][: usual.idle]:  # the last one has the head
+    usual = StageLayers(len(kinds), stages, kinds=kinds)
+    counts = [usual.slots] * stages
+    for stage in [-1, *range(stages - 1)][: usual.idle]:  # the last one has the head
         counts[stage] -= 1
-    own = StageLayers(layers, pipe, chunks, replace(loop(pipe, chunks), layers=tuple(counts)), kinds=kinds)
-    return [None, _notation(counts)] if sum(own.kind_slots.values()) < sum(usual.kind_slots.values()) else [None]
+    own = StageLayers(len(kinds), stages, placement=replace(loop(stages, 1), layers=tuple(counts)), kinds=kinds)
+    before, after = usual.kind_slots, own.kind_slots
+    return _notation(counts) if before != after and all(after[kind] <= before[kind] for kind in before) else None
 
 
 def _notation(counts: Sequence[int]) -> str:
@@ -153,10 +159,18 @@ def _axis_order(run: RunConfig, gpus: int, layout: Fields) -> list[tuple[str, ..
     return [*found.values()]
 
 
-def usual_orders(declared: Sequence[tuple[str, ...]], layout: Fields) -> list[tuple[str, ...]]:
-    """The filter of a search that no order of axes is asked of: of layouts without expert parallelism the first."""
-    usual = ORDERS if layout["expert"] > 1 else ORDERS[:1]
-    return [order for order in declared if order in usual]
+def usual_filters(host_size: int) -> dict[str, Filter]:
+    """The filters of fields that a search narrows unless it is asked for them, on hosts of so many GPUs.
+
+    Of orders of axes the first, with expert parallelism both, unless tensor groups fill a host: then all other neighbours
+    are on different ones in any order. Of `pipeline_layout` the value with fewest slots.
+    """
+
+    def orders(declared: Sequence[tuple[str, ...]], layout: Fields) -> list[tuple[str, ...]]:
+        usual = ORDERS if layout["expert"] > 1 and layout["tensor"] < host_size else ORDERS[:1]
+        return [order for order in declared if order in usual]
+
+    return {"axis_order": orders, "pipeline_layout": lambda declared, layout: declared[-1:]}
 
 
 def _context_exchange(run: RunConfig, gpus: int, layout: Fields) -> list[str]:

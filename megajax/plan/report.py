@@ -70,6 +70,7 @@ LAYOUT = (
     *("vocab_parallel", "attention", "sequence_parallel", "expert", "expert_dispatch", "context_exchange"),
     *("axis_order", "pipeline_layout"),
 )
+SHOWN = ("axis_order", "pipeline_layout")  # in a row where they are not the usual ones
 SHORT = {"interleaved_1f1b": "interleaved", "zb_1p_interleaved": "zb_1p", "eager_1f1b": "eager"}
 
 
@@ -159,7 +160,7 @@ def _row(number: int, one: Candidate, found: Answer) -> str:
         + (f", {parallel.expert_dispatch}" if parallel.expert > 1 and parallel.expert_dispatch != "gather" else "")
         + (f"  axes {_text(parallel.axis_order)}" if parallel.axis_order != plain else "")
         + (f"  layers {parallel.pipeline_layout}" if parallel.pipeline_layout else "")
-        + "".join(f"  {name} {texts[name]}" for name in one.question.also if name != "axis_order")
+        + "".join(f"  {name} {texts[name]}" for name in one.question.also if name not in SHOWN)
         + "  =" * is_tie(one, found.fitting[0])
         + "  !" * one.is_tight
     )

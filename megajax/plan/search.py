@@ -23,7 +23,7 @@ from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.step_time import StepTime, step_time
 from megajax.pipeline.program import StepProgram
-from megajax.plan.layouts import Fields, Filter, layouts, passes, usual_orders
+from megajax.plan.layouts import Fields, Filter, layouts, passes, usual_filters
 from megajax.schedules.registry import search_order
 
 NEAREST = 64  # numbers of GPUs below and above that are tried where none is legal
@@ -42,8 +42,7 @@ CHOICES = {
 }
 
 
-# Fields of which all declared values are considered; of the order of axes those of `layouts.usual_orders` unless it is asked
-# for.
+# Fields of which all declared values are considered, but for those that `layouts.usual_filters` narrows.
 FOLLOWING = ("context_exchange", "pipe", "data", "expert_dispatch", "chunks", "pipeline_layout", "axis_order")
 
 
@@ -65,8 +64,7 @@ class Question:
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
       optimizer, ema_decay: as of `TrainConfig`, for the memory and the time of the update.
       freeze: as `TrainConfig.freeze`.
-      also: further fields of `layouts.FIELDS` to choose; all their declared values are considered. Of "axis_order" two are
-        in any case, for layouts with expert parallelism (`layouts.ORDERS`).
+      also: further fields of `layouts.FIELDS` to choose, e.g. "axis_order"; all their declared values are considered.
     """
 
     model: Any
@@ -285,8 +283,9 @@ def filters(question: Question) -> dict[str, Filter]:
         return declared if values is None else [value for value in values if value in declared]
 
     choices = question.choices
-    orders: dict[str, Filter] = {} if "axis_order" in question.also else {"axis_order": usual_orders}
-    return {name: functools.partial(asked, name) for name in choices} | orders
+    found: dict[str, Filter] = {name: functools.partial(asked, name) for name in choices}
+    narrowed = usual_filters(question.gpu.host_size)
+    return found | {name: one for name, one in narrowed.items() if name not in question.also}
 
 
 def legal_run(question: Question, base: RunConfig, fields: Fields) -> RunConfig | None:
