@@ -109,7 +109,7 @@ def on_mesh(question: Question, mesh: tuple[int, int, int]) -> list[Candidate]:
     sizes = dict(zip(("tensor", "pipe", "data"), mesh, strict=True))
     filtered = filters(question)
     for name, size in sizes.items():
-        filtered[name] = lambda declared, size=size: [one for one in declared if one == size]
+        filtered[name] = lambda declared, layout, size=size: [one for one in declared if one == size]
     found = []
     for base in bases(question):
         runs = (legal_run(question, base, fields) for fields in layouts(base, question.gpus, filtered))

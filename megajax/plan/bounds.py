@@ -51,6 +51,7 @@ from megajax.schedules.simulate import Costs
 __all__ = ["Bounds"]
 
 EXACT = 1 - 1e-9  # sums in another order differ by less
+UNSCHEDULED: dict[str, Any] = {"chunks": 1, "group_size": None, "live_chunks": None, "pipeline_layout": None}
 STATE = ("weights", "optimizer", "gradients", "16-bit weights")
 
 
@@ -301,9 +302,12 @@ class Bounds:
         """As `_blocks` without sending tokens to their experts, which depends on where the replicas of a group are."""
         parallel = run.parallel
         apart, inside = parallel.pipe > 1, parallel.axis_order[-1] == "tensor"
+        near = (
+            parallel.zero == 3 or parallel.context > 1 or not inside
+        )  # whether it matters which replicas are neighbours
         own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.recompute)
         own += (parallel.recompute_blocks, parallel.zero == 3, parallel.sequence_parallel, parallel.attention)
-        own += (parallel.offload_activations, parallel.tensor_overlap, parallel.axis_order, splits, apart)
+        own += (parallel.offload_activations, parallel.tensor_overlap, near and parallel.axis_order, splits, apart)
         own += (parallel.context_exchange, self._dispatch(run)[0])
         if not apart:
             own += (parallel.schedule, parallel.data)
@@ -317,7 +321,7 @@ class Bounds:
         parallel = run.parallel
         same: dict[str, Any] = {"zero": 3 if parallel.zero == 3 else 0, "expert_dispatch": self._dispatch(run)[0]}
         if parallel.pipe > 1:
-            same |= {"schedule": "zb_h1" if splits else "1f1b", "chunks": 1, "group_size": None, "live_chunks": None}
+            same |= UNSCHEDULED | {"schedule": "zb_h1" if splits else "1f1b"}
             if inside:
                 same |= {"pipe": 2}  # with more stages no more replicas, and ranks of a sample, are in a host
         one = run.with_layout(**same)
@@ -334,15 +338,17 @@ class Bounds:
         own = (parallel.tensor, parallel.context, parallel.pipe, parallel.microbatch_size, parallel.sequence_parallel)
         own += (parallel.vocab_parallel, parallel.axis_order)
         has_modules = model_costs(run.model).further is not None
+        data, host = parallel.data, self.gpu.host_size  # of replicas inside of pipelines, so many are as far as more
+        near = host if data % host == 0 and not has_modules else data
         if apart := parallel.axis_order[0] != "data" or has_modules:
-            own += (parallel.data,)
+            own += (near,)
         if has_modules:  # which have experts too
             own += (parallel.expert, parallel.expert_dispatch, parallel.attention)
 
         def make() -> float:
             one = _unscheduled(run).with_layout(zero=0, tensor_overlap="none")
             one = one if has_modules else one.with_layout(expert=1, expert_dispatch="gather")
-            one = one if apart else one.with_layout(data=1)
+            one = one.with_layout(data=near if apart else 1)
             return min(_bounded(Program(placed, self.gpu).ends) / placed.microbatches for placed in placements(one))
 
         return self._shared(("ends", own), make)
@@ -369,9 +375,7 @@ class Bounds:
 
 def _unscheduled(run: RunConfig) -> RunConfig:
     """The run with the fewest chunks, and so the fewest slots for layers."""
-    return run.with_layout(
-        schedule="1f1b", chunks=1, group_size=None, live_chunks=None, recompute="selective", recompute_blocks=1
-    )
+    return run.with_layout(**UNSCHEDULED, schedule="1f1b", recompute="selective", recompute_blocks=1)
 
 
 def _bounded(work: Work) -> float:

@@ -23,7 +23,10 @@ LETTERS = {
     "e": "expert",
 }
 LETTERS |= {"z": "zero", "zero": "zero"}
-SHOWN = ("tensor", "pipe", "data", "context", "expert", "chunks", "microbatch_size", "schedule", "recompute", "zero")
+SHOWN = (
+    *("tensor", "pipe", "data", "context", "expert", "axis_order"),
+    *("chunks", "microbatch_size", "schedule", "recompute", "zero"),
+)
 
 
 def fields_of(words: Sequence[str]) -> dict[str, Any]:
@@ -52,8 +55,10 @@ def expected(question: Question, best: Candidate, words: Sequence[str]) -> str:
       ConfigError: a word names no field.
     """
     fields = fields_of(words)
-    asked = filters(question) | {name: lambda declared, value=value: [value] for name, value in fields.items()}
-    asked["data"] = lambda declared: [size for size in declared if size == fields.get("data", size)]  # of so many GPUs
+    asked = filters(question) | {name: lambda declared, layout, value=value: [value] for name, value in fields.items()}
+    asked["data"] = lambda declared, layout: [
+        size for size in declared if size == fields.get("data", size)
+    ]  # of so many GPUs
     found, problem = [], ""
     for base in bases(question):
         for layout in layouts(base, question.gpus, asked):
@@ -89,7 +94,8 @@ def _shown(one: Candidate) -> str:
     values = {name: getattr(one.run.parallel, name) for name in SHOWN}
     plain = dataclasses.asdict(ParallelConfig())
     texts = {name: value for name, value in values.items() if value != plain[name] or name in ("schedule", "recompute")}
-    return ", ".join(str(v) if isinstance(v, str) else f"{name.replace('_', ' ')} {v}" for name, v in texts.items())
+    values = {name: ",".join(value) if name == "axis_order" else value for name, value in texts.items()}
+    return ", ".join(str(v) if isinstance(v, str) else f"{name.replace('_', ' ')} {v}" for name, v in values.items())
 
 
 def _problem(base: RunConfig, layout: dict[str, Any]) -> str:

@@ -13,31 +13,38 @@ from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig
 from megajax.config.errors import divisors
+from megajax.config.layer_kinds import layer_kinds
 from megajax.config.parallel import MESH_AXES
 from megajax.estimate import model_costs
 from megajax.estimate.context_exchange import exchanges
 from megajax.schedules.registry import search_order, specs
+from megajax.schedules.stages import StageLayers, loop
 
-__all__ = ["ALIKE", "FIELDS", "SCHEDULE_FIELDS", "Fields", "layouts", "passes"]
+__all__ = ["ALIKE", "FIELDS", "SCHEDULE_FIELDS", "Fields", "Filter", "layouts", "passes", "usual_filters"]
 
 Fields = dict[str, Any]  # of a ParallelConfig
+Filter = Callable[[Sequence, Fields], Iterable]  # of a field's declared values, in a layout, those that are taken
+# Orders of the mesh's axes that are searched if none are asked for: with the first replicas are in different hosts, where
+# they send least; with the second neighbouring replicas share a host, for tokens that are sent to their experts.
+ORDERS = (("data", "pipe", "tensor"), ("pipe", "data", "tensor"))
 MOST_CHUNKS = 12  # of a rank; with more, the additional sends cost more than the smaller bubble gains
 MOST_CONTEXT, MOST_BLOCKS = 16, 8  # ranks that share a sample; blocks that are recomputed together
 
 
-def layouts(run: RunConfig, gpus: int, filters: Mapping[str, Callable[[Sequence], Iterable]]) -> Iterator[Fields]:
+def layouts(run: RunConfig, gpus: int, filters: Mapping[str, Filter]) -> Iterator[Fields]:
     """All combinations of the filtered values of `FIELDS` for a run's model and batch, legal or not, found one by one.
 
     Args:
       run: has the values of the fields that do not vary.
       gpus: number of GPUs.
-      filters: of the fields that vary, each with a function from the declared values to those that are taken.
+      filters: of the fields that vary, each with a function from the declared values, and from the fields before it, to
+        the values that are taken.
     """
 
     def extended(found: Iterable[Fields], name: str) -> Iterator[Fields]:
         declared, wanted, alike = FIELDS[name], filters[name], ALIKE.get(name)
         for layout in found:
-            values = wanted(declared(run, gpus, layout))
+            values = wanted(declared(run, gpus, layout), layout)
             for value in [*values][:1] if alike and alike(layout) else values:
                 yield {**layout, name: value}
 
@@ -102,6 +109,35 @@ def _live_chunks(run: RunConfig, gpus: int, layout: Fields) -> list[int | None]:
     return [None, *(every >> halvings for halvings in range(1, every.bit_length()))]
 
 
+def _pipeline_layout(run: RunConfig, gpus: int, layout: Fields) -> list[str | None]:
+    """The usual one, and of a model with layers of several kinds one that needs fewer slots for them."""
+    kinds, stages = layer_kinds(run.model), layout["pipe"] * layout["chunks"]
+    own = _fewer_slots(kinds, stages) if kinds and stages <= len(kinds) else None
+    return [None, own] if own else [None]
+
+
+@functools.lru_cache(maxsize=256)
+def _fewer_slots(kinds: tuple[str, ...], stages: int) -> str | None:
+    """A `pipeline_layout` in which the first stages give up slots, if some kind of layers then needs fewer on a stage.
+
+    Every rank has slots for the most layers of each kind that any stage has (`estimate/kinds.py`): of DeepSeek-V3's 61
+    layers on 32 stages, three of which are empty slots, for one of the three dense layers at its start instead of two.
+    """
+    usual = StageLayers(len(kinds), stages, kinds=kinds)
+    counts = [usual.slots] * stages
+    for stage in [-1, *range(stages - 1)][: usual.idle]:  # the last one has the head
+        counts[stage] -= 1
+    own = StageLayers(len(kinds), stages, placement=replace(loop(stages, 1), layers=tuple(counts)), kinds=kinds)
+    before, after = usual.kind_slots, own.kind_slots
+    return _notation(counts) if before != after and all(after[kind] <= before[kind] for kind in before) else None
+
+
+def _notation(counts: Sequence[int]) -> str:
+    """As one writes `--pipeline-layout`: "E(t|)*2(tt|)*29tL"."""
+    runs = [(count * "t", len([*same])) for count, same in itertools.groupby(counts[:-1])]
+    return f"E{''.join(f'({stage}|)*{times}' for stage, times in runs)}{counts[-1] * 't'}L"
+
+
 def _expert(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
     """The degrees that split the experts, and that the replicas can be grouped by."""
     experts = model_costs(run.model).experts
@@ -121,6 +157,20 @@ def _axis_order(run: RunConfig, gpus: int, layout: Fields) -> list[tuple[str, ..
     for order in itertools.permutations(MESH_AXES):
         found.setdefault(tuple(axis for axis in order if sizes[axis] > 1), order)
     return [*found.values()]
+
+
+def usual_filters(host_size: int) -> dict[str, Filter]:
+    """The filters of fields that a search narrows unless it is asked for them, on hosts of so many GPUs.
+
+    Of orders of axes the first, with expert parallelism both, unless tensor groups fill a host: then all other neighbours
+    are on different ones in any order. Of `pipeline_layout` the value with fewest slots.
+    """
+
+    def orders(declared: Sequence[tuple[str, ...]], layout: Fields) -> list[tuple[str, ...]]:
+        usual = ORDERS if layout["expert"] > 1 and layout["tensor"] < host_size else ORDERS[:1]
+        return [order for order in declared if order in usual]
+
+    return {"axis_order": orders, "pipeline_layout": lambda declared, layout: declared[-1:]}
 
 
 def _context_exchange(run: RunConfig, gpus: int, layout: Fields) -> list[str]:
@@ -160,6 +210,7 @@ FIELDS: dict[str, Callable[[RunConfig, int, Fields], Sequence]] = {
     "chunks": _chunks,
     "group_size": lambda run, gpus, layout: (None,),
     "live_chunks": _live_chunks,
+    "pipeline_layout": _pipeline_layout,
     "recompute_blocks": lambda run, gpus, layout: [n for n in divisors(run.model.layers) if n <= MOST_BLOCKS],
     "recompute": lambda run, gpus, layout: ("none", "selective", "full")[2 * (layout["recompute_blocks"] > 1) :],
     "zero": lambda run, gpus, layout: (0, 1, 3) if _replicas(layout) > 1 else (0,),
@@ -179,4 +230,4 @@ ALIKE: dict[str, Callable[[Fields], bool]] = {
     "axis_order": lambda layout: sum(layout[axis] > 1 for axis in ("pipe", "tensor")) + (_replicas(layout) > 1) < 2,
 }
 # What is chosen last: bounds of a layout hold for all of its schedules.
-SCHEDULE_FIELDS = ("schedule", "chunks", "group_size", "live_chunks")
+SCHEDULE_FIELDS = ("schedule", "chunks", "group_size", "live_chunks", "pipeline_layout")

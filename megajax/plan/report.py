@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from megajax.config import ParallelConfig
 from megajax.estimate import model_costs
 from megajax.estimate.error_bars import PAIRS, ErrorBar, bar_of, comparison_bar
 from megajax.plan.best import Found, on_mesh
@@ -40,7 +41,8 @@ LEGEND = (
 )
 EXPERTS = (
     "experts: FLOPs and times are those of balanced routing; memory has room for all rows that can be on a GPU. A layout's "
-    "degree of expert parallelism, if above 1, is at the end of its line, with its dispatch unless that is gather"
+    "degree of expert parallelism, if above 1, is at the end of its line, with its dispatch unless that is gather, and the "
+    "mesh's axes unless they are in the usual order"
 )
 # The table's columns by name: the heading, and its place in a row.
 COLUMNS = {
@@ -66,7 +68,9 @@ COLUMNS = {
 LAYOUT = (
     *("data", "context", "pipe", "tensor", "chunks", "schedule", "microbatch_size", "recompute", "zero"),
     *("vocab_parallel", "attention", "sequence_parallel", "expert", "expert_dispatch", "context_exchange"),
+    *("axis_order", "pipeline_layout"),
 )
+SHOWN = ("axis_order", "pipeline_layout")  # in a row where they are not the usual ones
 SHORT = {"interleaved_1f1b": "interleaved", "zb_1p_interleaved": "zb_1p", "eager_1f1b": "eager"}
 
 
@@ -130,7 +134,7 @@ def cells(one: Candidate, tokens: float) -> dict[str, str]:
         "schedule": parallel.schedule,
         "recompute": parallel.recompute,
         "ZeRO": str(parallel.zero),
-        **{name: str(getattr(parallel, name)) for name in ("context", *one.question.also)},
+        **{name: _text(getattr(parallel, name)) for name in ("context", *one.question.also)},
         "step s": f"{time.total:.2f}",
         "tokens/s": f"{one.tokens_per_second:,.0f}",
         "TFLOP/s": f"{one.teraflops:.0f}",
@@ -144,7 +148,7 @@ def cells(one: Candidate, tokens: float) -> dict[str, str]:
 
 def _row(number: int, one: Candidate, found: Answer) -> str:
     """A row, with = for a tie of the fastest, and ! for memory that may not suffice."""
-    parallel, texts = one.run.parallel, cells(one, found.tokens)
+    parallel, texts, plain = one.run.parallel, cells(one, found.tokens), ParallelConfig().axis_order
     texts["schedule"] = SHORT.get(parallel.schedule, parallel.schedule)
     return (
         f"{number:>2}."
@@ -154,10 +158,16 @@ def _row(number: int, one: Candidate, found: Answer) -> str:
         + "  fp8" * (one.run.train.matmul_dtype == "fp8")
         + (f"  expert {parallel.expert}" if parallel.expert > 1 else "")
         + (f", {parallel.expert_dispatch}" if parallel.expert > 1 and parallel.expert_dispatch != "gather" else "")
-        + "".join(f"  {name} {texts[name]}" for name in one.question.also)
+        + (f"  axes {_text(parallel.axis_order)}" if parallel.axis_order != plain else "")
+        + (f"  layers {parallel.pipeline_layout}" if parallel.pipeline_layout else "")
+        + "".join(f"  {name} {texts[name]}" for name in one.question.also if name not in SHOWN)
         + "  =" * is_tie(one, found.fitting[0])
         + "  !" * one.is_tight
     )
+
+
+def _text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def shown_parameters(model: Any) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, option
@@ -23,7 +23,7 @@ from megajax.estimate.gpus import Gpu, with_attention
 from megajax.estimate.memory import USABLE_SHARE, bytes_per_device
 from megajax.estimate.step_time import StepTime, step_time
 from megajax.pipeline.program import StepProgram
-from megajax.plan.layouts import Fields, layouts, passes
+from megajax.plan.layouts import Fields, Filter, layouts, passes, usual_filters
 from megajax.schedules.registry import search_order
 
 NEAREST = 64  # numbers of GPUs below and above that are tried where none is legal
@@ -40,6 +40,10 @@ CHOICES = {
     "context": "context",
     "expert": "expert",
 }
+
+
+# Fields of which all declared values are considered, but for those that `layouts.usual_filters` narrows.
+FOLLOWING = ("context_exchange", "pipe", "data", "expert_dispatch", "chunks", "pipeline_layout", "axis_order")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Question:
         return {
             "tensor": self.tensor_sizes,
             **asked,
-            **dict.fromkeys(("context_exchange", "pipe", "data", "expert_dispatch", "chunks", *self.also)),
+            **dict.fromkeys((*FOLLOWING, *self.also)),
         }
 
     @property
@@ -271,15 +275,17 @@ def bases(question: Question) -> list[RunConfig]:
     return [run, eight]
 
 
-def filters(question: Question) -> dict[str, Callable[[Sequence], Sequence]]:
-    """For each field that varies, a function from the declared values to those that the question asks for."""
+def filters(question: Question) -> dict[str, Filter]:
+    """For each field that varies, the filter of those values that the question asks for."""
 
-    def asked(name: str, declared: Sequence) -> Sequence:
+    def asked(name: str, declared: Sequence, layout: Fields) -> Sequence:
         values = choices[name]
         return declared if values is None else [value for value in values if value in declared]
 
     choices = question.choices
-    return {name: functools.partial(asked, name) for name in choices}
+    found: dict[str, Filter] = {name: functools.partial(asked, name) for name in choices}
+    narrowed = usual_filters(question.gpu.host_size)
+    return found | {name: one for name, one in narrowed.items() if name not in question.also}
 
 
 def legal_run(question: Question, base: RunConfig, fields: Fields) -> RunConfig | None:

@@ -76,10 +76,10 @@ def _changes(run: RunConfig, devices: int) -> Iterator[Fields]:
     before = vars(run.parallel)
     limits = {"tensor": TENSOR, "schedule": search_order()}
 
-    def keep(name: str, declared: Sequence) -> list:
+    def keep(name: str, declared: Sequence, layout: Fields) -> list:
         return [before[name]] if before[name] in declared else [*declared[:1], before[name]]
 
-    def change(name: str, declared: Sequence) -> list:
+    def change(name: str, declared: Sequence, layout: Fields) -> list:
         others = [value for value in declared if value != before[name] and value in limits.get(name, declared)]
         return [before[name], *others] if name in MESH else others
 
@@ -87,7 +87,7 @@ def _changes(run: RunConfig, devices: int) -> Iterator[Fields]:
     for some in itertools.chain.from_iterable(itertools.combinations(choices, count) for count in (1, 2)):
         if devices == run.parallel.devices or MESH in some:
             filters = {name: functools.partial(change if name in sum(some, ()) else keep, name) for name in FIELDS}
-            for layout in layouts(run, devices, filters | {"data": list}):
+            for layout in layouts(run, devices, filters | {"data": lambda declared, layout: declared}):
                 yield {name: layout[name] for name in FIELDS if layout[name] != before[name]}
 
 

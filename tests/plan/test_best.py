@@ -18,7 +18,9 @@ ROWS = 4
 MODEL = ModelConfig(name="small", layers=6, hidden=2048, heads=16, vocabulary=32000, sequence_length=4096)
 SPARSE = dataclasses.replace(MODEL, experts=4, experts_per_token=2, biases=False)
 LONG = dataclasses.replace(MODEL, sequence_length=65536, hidden=4096, heads=32, layers=12)
-MODELS = [MODEL, SPARSE, LONG, dataclasses.replace(MODEL, layers=7, kv_heads=4)]
+# Of whose 7 layers two, at the start, are dense: with 4 stages the usual numbers of layers need slots for both on a rank.
+KINDS = dataclasses.replace(SPARSE, layers=7, dense_layers=2, dense_feedforward=4096)
+MODELS = [MODEL, SPARSE, LONG, dataclasses.replace(MODEL, layers=7, kv_heads=4), KINDS]
 searched = functools.cache(search)
 QUESTION = Question(MODEL, 8, find_gpu("h100-80gb"), 8, zero=(0, 1, 3), context=None, vocab_parallel="auto")
 

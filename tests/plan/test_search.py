@@ -8,15 +8,18 @@ import time
 
 import pytest
 
-from megajax.config import ConfigError, ModelConfig, preset
+from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.config.stage_layout import layers_of_stages
 from megajax.estimate.error_bars import COMPARISON, comparison_bar
 from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import find_gpu
+from megajax.estimate.memory import bytes_per_device
 from megajax.plan.best import DEGREES, best_layouts
 from megajax.plan.explain import explain, reasons, several, slower
-from megajax.plan.layouts import ALIKE, FIELDS
-from megajax.plan.search import Question, best_by, is_tie, search, usable_bytes
+from megajax.plan.layouts import ALIKE, FIELDS, layouts
+from megajax.plan.search import Question, best_by, filters, is_tie, search, usable_bytes
 from megajax.plan.suggest import _changes
+from megajax.schedules.registry import Slots
 
 # 2104.04473 section 5.4: the models of figures 13 (162.2B) and 14 and 15 (5.9B).
 MODEL_162B = ModelConfig(name="162b", layers=32, hidden=20480, heads=128, vocabulary=51200, sequence_length=2048)
@@ -244,3 +247,41 @@ def test_ties_are_those_that_comparisons_cannot_tell_apart():
     longer = lambda share: dataclasses.replace(fastest.time, blocks=fastest.time.blocks + share * fastest.time.total)  # noqa: E731
     near, far = (dataclasses.replace(fastest, time=longer(share * COMPARISON)) for share in (0.9, 1.1))
     assert is_tie(near, fastest) and not is_tie(far, fastest)
+
+
+def test_orders_of_axes_are_searched_for_groups_of_experts():
+    """Two orders; all six if they are asked for, of layouts with one device on an axis those that differ."""
+    question = Question(preset("mixtral-8x7b"), 16, find_gpu("h100-80gb"), 16, schedules=("1f1b",), microbatches=(1,))
+    orders: dict[bool, set] = {True: set(), False: set()}
+    for asked in (question, dataclasses.replace(question, also=("axis_order",))):
+        for fields in layouts(asked.base, asked.gpus, filters(asked)):
+            if fields["tensor"] > 1 and fields["pipe"] > 1 and fields["data"] > 1:
+                orders[fields["expert"] > 1].add(fields["axis_order"])
+        usual = {("data", "pipe", "tensor")}
+        every = set(itertools.permutations(("data", "pipe", "tensor")))
+        both = usual | {("pipe", "data", "tensor")}
+        assert orders == ({True: every, False: every} if asked.also else {True: both, False: usual})
+
+
+def test_first_stages_give_up_slots_where_that_saves_slots_of_dense_layers():
+    """DeepSeek-V3: 3 of 61 layers are dense, so on 32 stages a rank has room for one of them instead of two.
+
+    A dense layer's parameters, by hand: latent attention with 128 heads, and an MLP of width 18,432.
+    """
+    model = preset("deepseek-v3")
+    run = RunConfig(
+        model, ParallelConfig(pipe=32, schedule="1f1b", expert=4, data=32), TrainConfig(global_batch_size=32)
+    )
+    usual, own = FIELDS["pipeline_layout"](run, 1024, vars(run.parallel))
+    assert usual is None and own == "E(t|)*2(tt|)*29tL"
+    assert layers_of_stages(own) == (1, 1, *[2] * 29, 1)
+    changed = run.with_layout(pipeline_layout=own)
+    changed.validate()
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    dense = attention + 3 * 7168 * 18432 + 2 * 7168 + 1536 + 512
+    before, after = (bytes_per_device(one, slots=Slots(0, 0, 0))["gradients"] for one in (run, changed))
+    assert before - after == 4 * dense
+    # with 61 stages, or layers of one kind, there is nothing to choose
+    assert FIELDS["pipeline_layout"](run, 976, vars(run.with_layout(pipe=61).parallel)) == [None]
+    alike = dataclasses.replace(run, model=preset("llama3.1-405b"))
+    assert FIELDS["pipeline_layout"](alike, 1024, vars(run.parallel)) == [None]
