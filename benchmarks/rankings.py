@@ -120,14 +120,15 @@ def compile_question(name: str, timeout: float) -> None:
     runs = [(place, run) for place, run in enumerate(best(asked), 1)] + [(HAND, run) for run in by_hand(name, asked)]
     rows = read()
     known = {run_from_json(row["run"]): row for row in rows[name] if "failed" not in row}
-    rows[name] = []
+    rows[name], done = [], set()
     for place, run in runs:
-        row = known.pop(run, None)
+        row = known.get(run)
         if row is None:
             print(f"{name}: compiling {place}", file=sys.stderr, flush=True)
             row = measure(run, asked.gpu, timeout)
         rows[name].append({"name": name} | row | {"place": place})
-        write({**rows, name: [*rows[name], *known.values()]})
+        done.add(run)
+        write({**rows, name: [*rows[name], *(left for other, left in known.items() if other not in done)]})
     write(rows)
 
 

@@ -110,8 +110,16 @@ class AttentionKernels(Kernels):
             here = devices_here(self.parallel, self.rates.host_size, ranks, "data")
             part = [one * self.item / ranks for one in exchanged_elements(self.run)]
             return (2 + 2 * backward) * sum(self.rates.all_to_all(one, ranks, here) for one in part)
+        sends, beside = self.round_ring(backward)
+        return max(0.0, sends - beside)
+
+    def round_ring(self, backward: int) -> tuple[float, float]:
+        """Seconds of the sends round the ring that attention waits for, and of the kernels beside them: see `around`."""
+        ranks, (_, elements) = self.parallel.context, context_sends(self.run)
+        if self.parallel.ring_ranks == 1 or not elements:
+            return 0.0, 0.0
         one, alone = self.send(elements * self.item, "data", ranks), self.parallel.tensor == 1
         if backward and alone:
-            return max(0.0, (4 * ranks - 2) * one - self.attention[1].attention)
+            return (4 * ranks - 2) * one, self.attention[1].attention
         beside = 2 * self._queries / self.rates.memory if alone else 0.0
-        return max(0.0, (2 * (ranks - 1) - (1 - backward)) * one - beside)
+        return (2 * (ranks - 1) - (1 - backward)) * one, beside

@@ -12,6 +12,8 @@ follows from the sizes and the rates of kernels and links:
                 is one: the MLP's last weight is then gathered after the widest. Of a gated MLP the last weight's gradient
                 is then computed while the backward waits for the weight, and scattered beside the rest; that of queries,
                 keys and values comes last (Qwen2.5 1.5B on RTX 4090s)
+    rings       sends of keys and values wait for the gathers that were started before them; the last one of a backward
+                also for the scatter of the MLP's last gradient, whose matmul is put before it
     merged      at the start the weights of both passes that attention has, and the last one of the backward; at the end the
                 gradient of the widest
 """
@@ -63,6 +65,7 @@ class Passes(NamedTuple):
       other_gathers, other_scatters: of all other arrays, such as the scales of norms.
       attention: of its forward and of its backward.
       traffic: of a forward's other kernels.
+      ring: of the forward's and of the backward's sends round a ring, and of the kernels beside them.
       gated: whether the MLP is.
       biased: whether queries, keys and values have a bias.
       full: whether the backward has a forward first.
@@ -78,6 +81,7 @@ class Passes(NamedTuple):
     other_scatters: float
     attention: tuple[float, float]
     traffic: float
+    ring: tuple[tuple[float, float], tuple[float, float]]
     gated: bool
     biased: bool
     full: bool
@@ -118,6 +122,15 @@ class ShardedBlocks(Kernels):
         }
 
 
+def _attention(line: Timeline, one: Passes, backward: int) -> None:
+    """Attention, which waits for sends round a ring, which wait for the collectives that were started before."""
+    sends, beside = one.ring[backward]
+    end = line.start(sends) if sends else line.now
+    line.run(min(beside, one.attention[backward]))
+    line.wait(end)
+    line.run(max(0.0, one.attention[backward] - beside))
+
+
 def _forward(line: Timeline, one: Passes, last_first: bool) -> None:
     """The first weight, then the second, the widest and the last, or these two the other way round."""
     line.wait(line.start(one.other_gathers / 2 + one.gathers[0]))
@@ -126,7 +139,8 @@ def _forward(line: Timeline, one: Passes, last_first: bool) -> None:
         order[1:] = order[:0:-1]
     ends = {number: line.start(one.gathers[number]) for number in order}
     others = line.start(one.other_gathers / 2)
-    line.run(one.outputs[0] + one.attention[0] + one.traffic / 2)
+    line.run(one.outputs[0] + one.traffic / 2)
+    _attention(line, one, 0)
     for number in sorted(ends):
         if number == len(ends) and number > 1:
             line.run(one.traffic / 2)
@@ -144,11 +158,13 @@ def forward_exposed(one: Passes) -> float:
 
 def backward_exposed(one: Passes) -> float:
     """Seconds of a backward's gathers and reduce-scatters that nothing overlaps."""
-    line, count = Timeline(), len(one.gathers)
-    early = one.gated and one.biased and not (one.full or one.hopper) and count > 2  # the last gradient
+    line, count, ring = Timeline(), len(one.gathers), one.ring[1][0] > 0
+    early = one.gated and one.biased and not (one.full or one.hopper or ring) and count > 2  # the last gradient
+    late = ring and not one.full
     if one.full:
         _forward(line, one, last_first=False)
-        line.run(sum(one.inputs) + one.attention[1])
+        line.run(sum(one.inputs))
+        _attention(line, one, 1)
     else:
         last = line.start(one.gathers[-1])
         ends = {number: line.start(one.gathers[number]) for number in range(1, count - 1)} if early else {}
@@ -162,11 +178,14 @@ def backward_exposed(one: Passes) -> float:
         line.run(one.inputs[-1] + one.traffic / 2)
         for number in range(count - 2, -1, -1):
             if number == 0:
-                line.run(one.attention[1])
+                _attention(line, one, 1)
+                if late:  # the last send round the ring waits for the scatter of the last gradient
+                    line.run(one.weights[-1])
+                    line.wait(line.start(one.scatters[-1]))
             line.wait(ends[number])
             line.run(one.inputs[number])
         line.wait(others)
-    for number in (*range(1, count - 1), 0) if early else _gradients(count, one):
+    for number in (*range(1, count - 1), 0) if early or late else _gradients(count, one):
         line.run(one.weights[number])
         line.start(one.scatters[number])
     line.wait(line.start(one.other_scatters))

@@ -20,6 +20,7 @@ ONE = Passes(
     other_scatters=1.0,
     attention=(4.0, 8.0),
     traffic=2.0,
+    ring=((0.0, 0.0), (0.0, 0.0)),
     gated=False,
     biased=False,
     full=False,
@@ -64,6 +65,16 @@ def test_gradients_are_scattered_after_their_matmuls():
     everything = 4 * 3 + 2 + 4 * 6 + 1
     assert backward_exposed(ONE._replace(**none)) == backward_exposed(full._replace(**none)) == everything
     assert merged_exposed(ONE._replace(**none)) == everything + 4 * 3 + 2
+
+
+def test_sends_round_a_ring_wait_for_the_gathers_before_them():
+    # A forward's gathers end 14 s after its start, and 2 s of sends 2 s later. Kernels have waited 4 s for the first weight,
+    # run for 2 s before attention, and for 1 s beside the sends: they wait for 9 s more.
+    assert forward_exposed(ONE._replace(ring=((2.0, 1.0), (0.0, 0.0)))) == 4 + 9
+    # A backward waits for 2.5 + 1 + 2 s as without a ring. Sends end before attention does. Then the last gradient, whose
+    # scatter takes 6 s, in which nothing runs. Three matmuls of 2 s are left, and 3 * 6 + 1 s of scatters after the first.
+    ring = ONE._replace(ring=((0.0, 0.0), (1.0, 8.0)))
+    assert backward_exposed(ring) == pytest.approx(2.5 + 1 + 2 + 6 + (2 + 3 * 6 + 1 - 6))
 
 
 def test_slow_links_expose_more_than_their_share():
