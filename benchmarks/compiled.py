@@ -5,8 +5,9 @@ python -m benchmarks.compiled held-out     programs that neither model was read 
 python -m benchmarks.compiled memory       a grid of runs on H100s: memory
 python -m benchmarks.compiled questions    what the planner answers to nine questions, and whether another of its layouts
                                            is faster than the winner (--best 10 compiles the ten best)
-python -m benchmarks.compiled account      prints the dry run's account of a few runs, and of a step of one GPU that is
-                                           written by hand in plain JAX (`benchmarks.plain_step`)
+python -m benchmarks.compiled account      prints the dry run's account of a few runs, of the largest models with experts
+                                           (--timeout 5400), and of a step of one GPU that is written by hand in plain
+                                           JAX (`benchmarks.plain_step`)
 
 The first four compile the cases of benchmarks/compiled_cases.txt (each set half an hour or more on one core), replace
 their rows in benchmarks/results/compiled.json, and compare them with the models. The compiled program has no bubble: a step
@@ -30,6 +31,7 @@ from megajax.config.cli import parse
 from megajax.config.options import Parser
 from megajax.estimate.auto import resolved
 from megajax.estimate.error_bars import PAIRS, comparison_bar, pair_kinds
+from megajax.estimate.flops import flops_per_step
 from megajax.estimate.gpus import Gpu, find_gpu
 from megajax.estimate.measured import Measured
 from megajax.estimate.memory import bytes_per_device
@@ -330,22 +332,22 @@ def show(table: str, rows: Iterable[Row]) -> None:
 TABLES = {"time": time_table, "held-out": time_table, "memory": memory_table, "questions": question_table}
 
 
-def account(name: str, gpu: Gpu) -> str:
+def account(name: str, words: str, gpu: Gpu, timeout: float) -> str:
     """The account of a case, seconds of compilation and peak; of one-gpu also the plain step's.
 
     That one is compiled with XLA's default flags, as one that is written by hand is, and with those that megajax sets.
     """
-    words = SETS["account"][name]
     run, lines, seconds = run_of(words, gpu), [f"{name}: {words}"], []
     steps: dict[str, dict[str, Any]] = {f"attention {run.parallel.attention}": {}}
     for flags, text in ((False, "defaults of XLA"), (True, "XLA flags of megajax")) if name == "one-gpu" else ():
         steps[f"{PLAIN_STEP} with the {text}"] = {"training": PLAIN_STEP, "training_flags": flags}
     for step, options in steps.items():
         try:
-            result, found = compiled(run, gpu, **options)
+            result, found = compiled(run, gpu, timeout=timeout, **options)
         except CompilerError as error:
             raise ConfigError(str(error)) from error
-        peak = f"{result['memory']['peak'] / 1e9:.2f} GB at the peak"
+        rate = flops_per_step(run) / found.seconds / run.parallel.devices
+        peak = f"{result['memory']['peak'] / 1e9:.2f} GB at the peak, {rate / 1e12:.0f} TFLOP/s of the model's FLOPs"
         lines += [f"{step}: compiled in {result['seconds']:.0f} s; {peak}", account_table(found)]
         seconds.append(found.seconds)
         if options:
@@ -372,8 +374,8 @@ def main(arguments: Sequence[str] | None) -> int:
         raise ConfigError(f"case = {unknown.pop()} is none of {options.table}: pass one of {', '.join(names)}.")
     keys = [(kind, name) for kind, table in sets.items() for name in table if name in (options.case or names)]
     if options.table == "account":
-        for _, name in keys:
-            print(account(name, find_gpu(options.gpu)), end="\n\n", flush=True)
+        for kind, name in keys:
+            print(account(name, SETS[kind][name], find_gpu(options.gpu), options.timeout), end="\n\n", flush=True)
         return 0
     if not options.show:
         compile_cases(keys, options.missing, options.best, options.timeout)

@@ -16,7 +16,7 @@ Both are at most what `step_time` and `bytes_per_device` say of every layout tha
 import functools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from megajax.config import RunConfig
@@ -229,19 +229,13 @@ class Bounds:
     def _least(self, run: RunConfig) -> tuple[float, ...]:
         """Seconds of what is the same of a block of each kind in all schedules, and quickly found."""
         parallel, (dispatch, sent) = run.parallel, self._dispatch(run)
-        own = (
-            parallel.tensor,
-            parallel.microbatch_size / parallel.context,
-            parallel.ring_ranks,
-            parallel.expert,
-            dispatch,
-        )
+        own = (parallel.tensor, parallel.microbatch_size / parallel.context, parallel.ring_ranks)
         own += (parallel.attention, parallel.sequence_parallel, parallel.tensor_overlap, parallel.pipe > 1)
         own += (parallel.recompute == "full",)
 
         def make() -> tuple[tuple[float, float], ...]:
             one = _unscheduled(run).with_layout(zero=0, recompute=parallel.recompute, expert_dispatch=dispatch)
-            return tuple(Blocks(kind.run, self.gpu).least for kind in layers_of_kinds(one))
+            return self._of_kinds(("least", own), one, lambda kind: Blocks(kind, self.gpu).least)
 
         # What ticks hide that merge, which those of several kinds of layers do not.
         merges = not self._differ(run)
@@ -250,7 +244,7 @@ class Bounds:
         return tuple(
             max(kernels + around, gathered - once) + shown * sum(each)
             for (kernels, once), gathered, each in zip(
-                self._shared(("least", own), make), self._gathered(run), sent, strict=True
+                self._shared(("least", own, parallel.expert, dispatch), make), self._gathered(run), sent, strict=True
             )
         )
 
@@ -270,13 +264,8 @@ class Bounds:
     def _around(self, run: RunConfig) -> float:
         """Seconds of exposed sends of attention's arrays of a block, of the kind that has fewest."""
         parallel = run.parallel
-        own = (
-            parallel.tensor,
-            parallel.context,
-            parallel.microbatch_size,
-            parallel.attention,
-            parallel.context_exchange,
-        )
+        own = (parallel.tensor, parallel.context, parallel.microbatch_size)
+        own += (parallel.attention, parallel.context_exchange)
         own += (min(spread(parallel, "data"), self.gpu.host_size), parallel.axis_order)
 
         def make() -> float:
@@ -302,35 +291,50 @@ class Bounds:
         """As `_blocks` without sending tokens to their experts, which depends on where the replicas of a group are."""
         parallel = run.parallel
         apart, inside = parallel.pipe > 1, parallel.axis_order[-1] == "tensor"
-        near = (
-            parallel.zero == 3 or parallel.context > 1 or not inside
-        )  # whether it matters which replicas are neighbours
-        own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.recompute)
+        near = parallel.zero == 3 or parallel.context > 1 or not inside  # whether neighbouring replicas matter
+        own = (parallel.tensor, parallel.context, parallel.microbatch_size, parallel.recompute)
         own += (parallel.recompute_blocks, parallel.zero == 3, parallel.sequence_parallel, parallel.attention)
         own += (parallel.offload_activations, parallel.tensor_overlap, near and parallel.axis_order, splits, apart)
-        own += (parallel.context_exchange, self._dispatch(run)[0])
+        own += (parallel.context_exchange,)
         if not apart:
             own += (parallel.schedule, parallel.data)
         elif not inside:  # neighbours on other axes decide how many of a tensor group are in a host
             own += (parallel.pipe, parallel.data)
         elif parallel.zero == 3:
             own += (parallel.data,)
-        return self._shared(("blocks", own), lambda: tuple(self._times(run, splits, inside)))
+        dispatch = self._dispatch(run)[0]
+        key = ("blocks", own, parallel.expert, dispatch)
+        return self._shared(key, lambda: self._times(run, splits, inside, dispatch, own))
 
-    def _times(self, run: RunConfig, splits: bool, inside: bool) -> Iterator[BlockTimes]:
+    def _times(
+        self, run: RunConfig, splits: bool, inside: bool, dispatch: str, own: Hashable
+    ) -> tuple[BlockTimes, ...]:
         parallel = run.parallel
-        same: dict[str, Any] = {"zero": 3 if parallel.zero == 3 else 0, "expert_dispatch": self._dispatch(run)[0]}
+        same: dict[str, Any] = {"zero": 3 if parallel.zero == 3 else 0, "expert_dispatch": dispatch}
         if parallel.pipe > 1:
             same |= UNSCHEDULED | {"schedule": "zb_h1" if splits else "1f1b"}
             if inside:
                 same |= {"pipe": 2}  # with more stages no more replicas, and ranks of a sample, are in a host
         one = run.with_layout(**same)
         program, item = StepProgram.of(one), ITEMSIZE[run.train.precision]
-        for kind in layers_of_kinds(one):
-            block = Blocks(kind.run, self.gpu, program)
+
+        def times(kind: RunConfig) -> BlockTimes:
+            block = Blocks(kind, self.gpu, program)
             merged = _bounded(block.merged) if program.merges else math.inf
-            times = (_bounded(block.forward), _bounded(block.backward), _bounded(block.input), merged)
-            yield BlockTimes(*times, kept_of_block(kind.run, item))
+            seconds = (_bounded(block.forward), _bounded(block.backward), _bounded(block.input), merged)
+            return BlockTimes(*seconds, kept_of_block(kind, item))
+
+        return self._of_kinds(("block", own), one, times)
+
+    def _of_kinds(self, key: Hashable, run: RunConfig, of: Callable[[RunConfig], Any]) -> tuple[Any, ...]:
+        """`of` the layers of each kind; `key` says what it depends on besides experts, which not all kinds have."""
+
+        def one(number: int, kind: RunConfig) -> Any:
+            if model_costs(kind.model).experts is None:
+                return self._shared((key, number), lambda: of(kind))
+            return of(kind)
+
+        return tuple(one(number, kind.run) for number, kind in enumerate(layers_of_kinds(run)))
 
     def _ends(self, run: RunConfig) -> float:
         """Seconds of embedding and head of a microbatch."""

@@ -18,8 +18,8 @@ ROWS = 4
 MODEL = ModelConfig(name="small", layers=6, hidden=2048, heads=16, vocabulary=32000, sequence_length=4096)
 SPARSE = dataclasses.replace(MODEL, experts=4, experts_per_token=2, biases=False)
 LONG = dataclasses.replace(MODEL, sequence_length=65536, hidden=4096, heads=32, layers=12)
-# Of whose 7 layers two, at the start, are dense: with 4 stages the usual numbers of layers need slots for both on a rank.
-KINDS = dataclasses.replace(SPARSE, layers=7, dense_layers=2, dense_feedforward=4096)
+# Three of 13 layers, at the start, are dense: with 8 stages the usual numbers of layers need slots for two of them.
+KINDS = dataclasses.replace(SPARSE, layers=13, dense_layers=3, dense_feedforward=4096)
 MODELS = [MODEL, SPARSE, LONG, dataclasses.replace(MODEL, layers=7, kv_heads=4), KINDS]
 searched = functools.cache(search)
 QUESTION = Question(MODEL, 8, find_gpu("h100-80gb"), 8, zero=(0, 1, 3), context=None, vocab_parallel="auto")
@@ -98,6 +98,17 @@ def test_rows_are_those_of_the_exhaustive_search_of_many_questions(question):
 @pytest.mark.parametrize("name", ["gpt3-13b", "mixtral-8x7b", "deepseek-v2-lite"])
 def test_all_schedules_of_real_models(name):
     check(dataclasses.replace(QUESTION, model=preset(name), gpus=16, global_batch=32, microbatches=(1, 2)))
+
+
+@pytest.mark.slow
+def test_orders_of_axes_and_stages_with_fewer_slots():
+    """On two hosts, so that it matters which axis is outermost."""
+    question = dataclasses.replace(QUESTION, model=KINDS, gpus=16, context=(1,), microbatches=(1,), zero=(1,))
+    question = dataclasses.replace(question, schedules=("1f1b", "interleaved_1f1b"), recomputes=("full",))
+    check(question)
+    found = [one.run.parallel for one in searched(question)]
+    assert {one.axis_order[0] for one in found if one.expert > 1} == {"data", "pipe"}
+    assert {one.pipeline_layout for one in found if one.pipe * one.chunks == 8} == {"E(t|)*2(tt|)*5tL"}
 
 
 @pytest.mark.slow
