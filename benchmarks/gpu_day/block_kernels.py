@@ -1,5 +1,6 @@
 """The kernels of a block's norms and gated MLPs on this device: results against numpy in fp64, and rates."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -43,7 +44,7 @@ def norms(tiny: bool) -> dict:
 
 
 def gated(tiny: bool) -> dict:
-    """Gated MLPs: the gradient of gate and value, and the activation."""
+    """Gated MLPs: the gradient of gate and value, and the activation; the same of experts' rows, of which some are none."""
     import jax
     import jax.numpy as jnp
 
@@ -51,14 +52,22 @@ def gated(tiny: bool) -> dict:
 
     programs = Programs()
 
-    def run(activation, stack, slopes):
-        interpret = not programs.on_gpu
-        return gated_gradients(stack, jnp.int32(PLACE), slopes, activation=activation, interpret=interpret)
+    def run(activation, stack, slopes, *rows):
+        how = {"activation": activation, "interpret": not programs.on_gpu}
+        return gated_gradients(stack, jnp.int32(PLACE), slopes, *rows, **how)
+
+    def of_rows(stack, slopes, shares):
+        stop = _rows(shares)
+        of_up, active, sums = run(jax.nn.silu, stack, slopes, shares.astype(jnp.float32), jnp.int32(stop))
+        return of_up[:stop], active[:stop], sums.sum(1)[:stop]
 
     def cases(dtype, shape) -> Iterator[tuple[str, Callable, list, Callable]]:
         stack, slopes = _draw(dtype, (STACK, *shape[:-1], 2, shape[-1]), shape)
         for name, activation in {"SiLU": jax.nn.silu, "GELU": jax.nn.gelu}.items():
             yield name, partial(run, activation), [stack, slopes], partial(_gated, ACTIVATIONS[name])
+        count = math.prod(shape[:-1])
+        rows = _draw(dtype, (STACK, count, 2, shape[-1]), (count, shape[-1]), (count,))
+        yield "SiLU of experts' rows", of_rows, rows, _gated_rows
 
     return _compare(programs, cases, TINY_GATED if tiny else GATED)
 
@@ -104,6 +113,18 @@ def _gated(activation: Callable, stack, slopes):
     gate, value = stack[PLACE][..., 0, :], stack[PLACE][..., 1, :]
     active, slope = activation(gate)
     return np.stack([slopes * value * slope, slopes * active], -2), active * value
+
+
+def _gated_rows(stack, slopes, shares):
+    stop = _rows(shares)
+    of_up, _ = _gated(_silu, stack, slopes * shares[:, None])
+    _, active = _gated(_silu, stack, slopes)
+    return of_up[:stop], (active * shares[:, None])[:stop], (slopes * active).sum(-1)[:stop]
+
+
+def _rows(shares) -> int:
+    """Of the places of rows, those that have one."""
+    return 2 * len(shares) // 3
 
 
 def _silu(x):

@@ -16,6 +16,7 @@ OWN = re.compile(r'/((?:flash_attention|grouped_matmul|gated|norm)_\w+)/(?:[^"]*
 GROUPED = "grouped_matmul"  # their names begin so
 PLAIN = (
     "gated_gradients",
+    "gated_rows_gradients",
     "norm_gradients",
     "norm_and_save",
 )  # of megajax/ops/gated_down.py and norm_kernel.py, without a matmul

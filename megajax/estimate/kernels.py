@@ -54,10 +54,11 @@ IN_STACKS = {
     "grouped_matmul_product": 4,
     "grouped_matmul_add": 4,
     "gated_gradients": 3,
+    "gated_rows_gradients": 3,
     "norm_gradients": 3,
     "norm_and_save": 3,
 }
-ONLY_WRITES = "norm_and_save"
+ONLY_WRITES, ROUTED = "norm_and_save", "gated_rows_gradients"
 SCALAR = 1024  # bytes: what a fusion does with smaller arrays (loop counters, slots) does not decide its class
 
 
@@ -75,6 +76,7 @@ class Kernel:
       backward: whether it is of attention's backward.
       part: of the square of scores, the part that attention computes; None: the program does not say.
       keys, width: of attention, the keys that its operands have, and the elements of a head.
+      routed: whether it is elementwise and leaves out places that no experts' row has.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Kernel:
     backward: bool = False
     keys: float = math.inf
     width: float = math.inf
+    routed: bool = False
 
     @property
     def bytes(self) -> int:
@@ -108,7 +111,8 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
             written -= _other_parts(line.type, stack_axes)
             if kernel_name(line) == ONLY_WRITES:
                 read -= inputs[0] - _other_parts(types.get(operands(line)[0], ""), stack_axes)
-        return _products(line.name, read, written, [line], types) or Kernel(line.name, "elementwise", read, written)
+        plain = Kernel(line.name, "elementwise", read, written, routed=kernel_name(line) == ROUTED)
+        return _products(line.name, read, written, [line], types) or plain
     if line.op in ("dynamic-slice", "slice", "gather"):
         read = out
     elif line.op == "dynamic-update-slice":

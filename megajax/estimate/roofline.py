@@ -228,6 +228,9 @@ class _Reader:
         kernel = kernel_of(line, types, self.modules)
         if kernel is None:
             return None
+        if kernel.routed:
+            read, written = (round(self.rates.routed_part * size) for size in (kernel.read, kernel.written))
+            kernel = dataclasses.replace(kernel, read=read, written=written)
         attention = self.rates.attention_part if kernel.part is None else kernel.part
         flops = kernel.flops * {"attention": attention, "experts": self.rates.routed_part}.get(kernel.kind, 1)
         part = Account()

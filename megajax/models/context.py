@@ -152,7 +152,7 @@ def model_context(
         vocabulary = VocabularySharding(shares, *over_pipe(rules.sequence_parallel))
     elif not rules.mesh_axes("vocabulary"):
         vocabulary = VocabularySharding(shares, plain_lookup)
-    operations = _operations(run, rules, attention, device)
+    operations, once = _operations(run, rules, attention, device), "expert_gates" in in_one_pass
     if in_one_pass and generation(device) is not None:
         gated = lambda up, kernel, activation, **how: gated_down(up, kernel, activation, rules.constrain, **how)  # noqa: E731
         kernels = {
@@ -160,7 +160,7 @@ def model_context(
             "gates_kept": ("gated", partial(gated, kept=True)),
             "norms": ("norm", lambda x, scale, epsilon: norm_in_one_pass(x, scale, epsilon, rules.sequence_parallel)),
         }
-        operations = operations._replace(**dict(kernels[name] for name in in_one_pass))
+        operations = operations._replace(**dict(kernels[name] for name in kernels.keys() & in_one_pass))
     return ModelContext(
         constrain=rules.constrain,
         operations=operations,
@@ -168,7 +168,7 @@ def model_context(
         dtype=dtype,
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
         experts=_expert_group(run.parallel, rules, device),
-        grouped_matmuls=GroupedMatmuls(kernel_for(device), True, "tensor" in rules.mesh_axes("feedforward")),
+        grouped_matmuls=GroupedMatmuls(kernel_for(device), True, "tensor" in rules.mesh_axes("feedforward"), once),
         sum_over_sequence=partial(sequence_sum, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         gather_sequence=partial(gather_sequence, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         dropout_seed=run.train.seed,

@@ -46,12 +46,14 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.config import ModelConfig
 from megajax.config.batch_ramp import PADDING
 from megajax.config.experts import expert_tokens
-from megajax.models.feedforward import FeedForward, activate
+from megajax.models.feedforward import ACTIVATIONS, FeedForward, activate
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
 from megajax.ops.expert_dispatch import Gather, all_to_all
 from megajax.ops.expert_rounds import Rounds, add_rounds
-from megajax.ops.grouped_matmul import dispatch, route
+from megajax.ops.group_order import dispatch
+from megajax.ops.grouped_gated import gated_row
+from megajax.ops.grouped_matmul import route
 from megajax.ops.linear import GATHERED, RESIDUAL, reduce_scattered
 
 __all__ = ["SCALED", "Experts", "Router", "balance_arrays", "move_biases", "take_measurements"]
@@ -217,10 +219,9 @@ class Experts(nnx.Module):
         if group.size > 1 and group.dispatch == "bucketed":
             rounds = Rounds.of(group, self.config.experts, self.config.experts_per_token, experts[..., 0].size)
             weights, experts = map(group.gather_choices, (weights, rounds.numbered(experts)))
-            first = y, weights, rounds.exchange(experts, 0), biases, kernels
-            out, sent = self._mixture(*first, rounds.room, rounds.rows)
-            mixture = lambda *given: self._mixture(*given)[0]  # noqa: E731
-            given = weights, biases, kernels, experts
+            first = rounds.exchange(experts, 0), biases, kernels, rounds.room, rounds.rows
+            out, sent = self._mixture(y, weights, *first)
+            mixture, given = lambda *given: self._mixture(*given)[0], (weights, biases, kernels, experts)
             return add_rounds(self._with_shared(out, y), y, *given, mixture, rounds, after=(sent, tokens))
         weights, experts = map(group.gather_choices, (weights, experts))
         return self._with_shared(self._mixture(y, weights, experts, biases, kernels)[0], y)
@@ -249,30 +250,29 @@ class Experts(nnx.Module):
         # sample's than these experts take.
         samples, length, choices = experts.shape
         most = count * (expert_tokens(self.config, length) if self.training else length)
-        exchange = Gather(group)
-        if group.dispatch != "gather" and group.size > 1:
-            exchange = all_to_all(group, experts, self.config.experts, most, room)
+        sends = group.dispatch != "gather" and group.size > 1
+        exchange = all_to_all(group, experts, self.config.experts, most, room) if sends else Gather(group)
         tokens = self.constrain(exchange.send(y) if group.size > 1 else y, *GATHERED)
         weights, local = exchange.choices(weights), exchange.choices(local)
-        routing = route(
-            local.reshape(-1), count, samples * min(length * min(count, choices), most) if rows is None else rows
-        )
-        gates = (None,) if self.config.is_gated else ()
+        rows = samples * min(length * min(count, choices), most) if rows is None else rows
+        routing = route(local.reshape(-1), count, rows)
         up = self.matmuls.column(tokens.reshape(-1, y.shape[-1]), kernels[0], routing)
-        up = checkpoint_name(self.constrain(up, "batch", *gates, "feedforward"), "up")
+        up = checkpoint_name(self.constrain(up, "batch", *[None] * (up.ndim - 2), "feedforward"), "up")
         if biases:
-            ends = jnp.cumsum(routing.sizes)
-            expert = (jnp.arange(len(up))[:, None] >= ends).sum(1)  # of each row; too large for rows of no expert
+            expert = (jnp.arange(len(up))[:, None] >= jnp.cumsum(routing.sizes)).sum(1)  # too large: of no expert
             added = jnp.take(biases[0].astype(jnp.float32), expert, axis=0, mode="clip")
-            up = up.astype(jnp.float32) + self.constrain(added, "batch", *gates, "feedforward")
+            up = up.astype(jnp.float32) + self.constrain(added, "batch", *[None] * (up.ndim - 2), "feedforward")
         # Weighted here and not after the second matmul, whose results the weights' gradients would then need.
         shares = dispatch(weights.reshape(-1, 1), routing.order, routing.places)
-        if self.config.expert_weighted == "input":  # the product of a weighted row is the weighted product
-            active = activate(self.config, up.astype(jnp.float32) * shares.reshape(-1, *[1] * (up.ndim - 1)))
+        if self.matmuls.one_pass:
+            gate = ACTIVATIONS[self.config.activation]
+            out = gated_row(up, shares[:, 0], kernels[1], routing, gate, self.matmuls, len(local))
         else:
-            active = activate(self.config, up) * shares
-        active = checkpoint_name(self.constrain(active.astype(y.dtype), "batch", "feedforward"), "activation")
-        out = self.matmuls.row(active, kernels[1], routing, len(local))
+            of_input = self.config.expert_weighted == "input"  # the product of a weighted row is the weighted product
+            wide = up.astype(jnp.float32) * shares.reshape(-1, *[1] * (up.ndim - 1)) if of_input else up
+            active = activate(self.config, wide) * (1 if of_input else shares)
+            active = checkpoint_name(self.constrain(active.astype(y.dtype), "batch", "feedforward"), "activation")
+            out = self.matmuls.row(active, kernels[1], routing, len(local))
         out = reduce_scattered(out.reshape(tokens.shape), self.constrain)
         if biases:
             shares = (jax.nn.one_hot(local, count) * weights[..., None]).sum(-2)  # 0 for experts that are elsewhere

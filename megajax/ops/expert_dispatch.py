@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.expert_group import AXIS, ExpertGroup, per_shard
-from megajax.ops.grouped_matmul import combine, dispatch, rows_at, sort_by_group
+from megajax.ops.group_order import combine, dispatch, rows_at, sort_by_group
 from megajax.runtime.compat import vary_over, varying_axes
 
 __all__ = ["AllToAll", "Gather", "all_to_all"]

@@ -25,10 +25,10 @@ from megajax.ops.linear import GATHERED, RESIDUAL, Constrain, reduce_scattered
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 from megajax.runtime.compat import pallas, pallas_call, whole_block
 
-__all__ = ["KEPT", "NAME", "gated_down", "gated_gradients"]
+__all__ = ["KEPT", "NAME", "ROUTED", "gated_down", "gated_gradients"]
 
 Activation = Callable[[jax.Array], jax.Array]
-NAME = "gated_gradients"
+NAME, ROUTED = "gated_gradients", "gated_rows_gradients"  # the second one: of experts' rows
 KEPT = "kept_activation"  # for `megajax.models.remat`
 ROWS, COLUMNS = 8, 512  # of a program's tile
 
@@ -102,6 +102,8 @@ def gated_gradients(
     stack: jax.Array,
     place: jax.Array,
     slopes: jax.Array,
+    shares: jax.Array | None = None,
+    stop: jax.Array | None = None,
     *,
     activation: Activation,
     with_activation: bool = True,
@@ -109,38 +111,56 @@ def gated_gradients(
 ) -> tuple[jax.Array, ...]:
     """The gradient of (gate, value) = stack[place], and if `with_activation` act(gate) * value.
 
+    With shares, of experts' rows, the activation is share * act(gate) * value; from row `stop` on nothing is computed.
+
     Args:
-      stack: [m, b, s, 2, f].
+      stack: [m, b, s, 2, f], or [m, R, 2, f] of experts' rows.
       place: int32.
-      slopes: [b, s, f], the gradient of act(gate) * value.
+      slopes: [b, s, f] or [R, f], the gradient of the activation.
+      shares: fp32 [R].
+      stop: int32, of rows with shares.
       activation, interpret: see `gated_down`.
 
     Returns:
-      (gradient [b, s, 2, f], activation [b, s, f] or nothing).
+      (gradient [b, s, 2, f], activation [b, s, f] or nothing, with shares fp32 [R, n] whose sums over n are their gradient).
     """
     *lead, width = slopes.shape
     slopes = slopes.reshape(-1, width)
     stack = stack.reshape(len(stack), len(slopes), 2 * width)
     rows, columns = min(ROWS, _power(len(slopes))), min(COLUMNS, _power(width))
-    inputs = [place[None], stack, slopes]
+    routed, grid = shares is not None, (-(-width // columns), -(-len(slopes) // rows))
+    inputs = [place[None], stack, slopes, *([shares, stop[None]] if routed else [])]
     shapes = [(len(slopes), 2 * width), *[slopes.shape] * with_activation]
-    of_up, *active = pallas_call(
-        functools.partial(_kernel, activation, rows, columns),
+    results = [*((shape, slopes.dtype) for shape in shapes), *[((len(slopes), grid[0]), jnp.float32)] * routed]
+    of_up, *found = pallas_call(
+        functools.partial(_kernel, activation, rows, columns, routed, with_activation),
         inputs,
         [whole_block(x.shape) for x in inputs],
-        [(shape, slopes.dtype) for shape in shapes],
-        [whole_block(shape) for shape in shapes],
-        grid=(-(-width // columns), -(-len(slopes) // rows)),
-        settings={"warps": 4, "stages": 1, "name": NAME, "interpret": interpret},
+        results,
+        [whole_block(shape) for shape, _ in results],
+        grid=grid,
+        settings={"warps": 4, "stages": 1, "name": ROUTED if routed else NAME, "interpret": interpret},
     )
-    return of_up.reshape(*lead, 2, width), *(x.reshape(*lead, width) for x in active)
+    return of_up.reshape(*lead, 2, width), *(x.reshape(*lead, x.shape[-1]) for x in found)
 
 
-def _kernel(activation, rows: int, columns: int, place_ref, stack_ref, slopes_ref, of_up_ref, active_ref=None):
-    """One tile [rows, columns]."""
+def _kernel(activation, rows: int, columns: int, routed: bool, with_activation: bool, *refs):
+    """One tile [rows, columns]; of experts' rows only if it has one before their end."""
+    row, part = pallas().program_id(1) * rows, pallas().program_id(0)
+    tile = functools.partial(_tile, activation, rows, columns, with_activation, row, part)
+    if not routed:
+        tile(None, refs)
+        return
+    (*given, shares_ref, stop_ref), results = refs[:5], refs[5:]
+    pallas().when(row < stop_ref[0])(lambda: tile(shares_ref, (*given, *results)))
+
+
+def _tile(activation, rows: int, columns: int, with_activation: bool, row, part, shares_ref, refs):
+    """The tile from a row on, of one part of the columns; see `_kernel`."""
+    place_ref, stack_ref, slopes_ref, of_up_ref, *more = refs
     count, width = slopes_ref.shape
-    row, column = pallas().program_id(1) * rows, pallas().program_id(0) * columns
-    at = lambda part: (pallas().ds(row, rows), pallas().ds(part * width + column, columns))  # noqa: E731
+    column = part * columns
+    at = lambda half: (pallas().ds(row, rows), pallas().ds(half * width + column, columns))  # noqa: E731
     within = lambda start, size, stop: start + jnp.arange(size, dtype=jnp.int32) < stop  # noqa: E731
     mask = within(row, rows, count)[:, None] & within(column, columns, width)[None]
     if count % rows == 0 and width % columns == 0:
@@ -153,12 +173,18 @@ def _kernel(activation, rows: int, columns: int, place_ref, stack_ref, slopes_re
     gate, value = load(stack_ref.at[(place, *at(0))]), load(stack_ref.at[(place, *at(1))])
     slope = load(slopes_ref.at[at(0)])
     gated, pull = jax.vjp(activation, gate)
+    active = gated * value
+    if shares_ref is not None:
+        here = within(row, rows, count)
+        share = pallas().load(shares_ref.at[(at(0)[0],)], mask=here, other=0.0)[:, None]
+        pallas().store(more[-1].at[(at(0)[0], part)], (slope * active).sum(1), mask=here)
+        slope, active = slope * share, active * share
     (of_gate,) = pull(slope * value)
     store = lambda ref, x: pallas().store(ref, x.astype(slopes_ref.dtype), mask=mask)  # noqa: E731
     store(of_up_ref.at[at(0)], of_gate)
     store(of_up_ref.at[at(1)], slope * gated)
-    if active_ref is not None:
-        store(active_ref.at[at(0)], gated * value)
+    if with_activation:
+        store(more[0].at[at(0)], active)
 
 
 def _power(size: int) -> int:

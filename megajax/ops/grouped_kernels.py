@@ -19,7 +19,7 @@ from jax import lax
 
 from megajax.runtime.compat import pallas, pallas_call, whole_block
 
-__all__ = ["pallas_add", "pallas_gradient", "pallas_product"]
+__all__ = ["pallas_add", "pallas_gradient", "pallas_into", "pallas_product"]
 
 # Tiles of rows whose programs run beside each other, so that they read a kernel, or slopes, from the L2 cache. Without it
 # the gradient of an expert's gate and value [4096, 28672], whose slopes are larger than that cache, ran at 330 TFLOP/s on an
@@ -100,11 +100,12 @@ def _load(ref, places: tuple, rows: jax.Array | None, columns: jax.Array | None)
 def _product_kernel(tile: _Tile, transposed: bool, tiles: int, *refs):
     """One tile of rows and of columns: a loop over the elements that are contracted.
 
-    With one more reference, the kernels' place, they are a part of a stack.
+    With one more reference, the kernels' place, they are a part of a stack; with two more after it, the result's place and
+    the stack that it is in, so is the result.
     """
-    group_ref, start_ref, stop_ref, rows_ref, kernels_ref, *place_ref, out_ref = refs
-    (groups, *shape), columns = kernels_ref.shape[-3:], out_ref.shape[1]
-    lead = [ref[0] for ref in place_ref]
+    group_ref, start_ref, stop_ref, rows_ref, kernels_ref, *places, out_ref = refs
+    (groups, *shape), columns = kernels_ref.shape[-3:], out_ref.shape[-1]
+    lead, into = [ref[0] for ref in places[:1]], [places[1][0], jnp.zeros((), jnp.int32)] if len(places) > 1 else []
     contracted = shape[transposed]
     index, column = _swizzled(pallas().program_id(0), tiles, -(-columns // tile.columns))
     group, start, stop = group_ref[index], start_ref[index], stop_ref[index]
@@ -124,7 +125,8 @@ def _product_kernel(tile: _Tile, transposed: bool, tiles: int, *refs):
     steps = ((group < groups) & (start < stop)).astype(jnp.int32) * -(-contracted // tile.step)
     total = lax.fori_loop(0, steps, step, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     mask = own[:, None] if here is None else own[:, None] & here[None]
-    pallas().store(out_ref.at[out_at], total.astype(out_ref.dtype), mask=jnp.broadcast_to(mask, total.shape))
+    mask = jnp.broadcast_to(mask, total.shape)
+    pallas().store(out_ref.at[(*into, *out_at)], total.astype(out_ref.dtype), mask=mask)
 
 
 def _swizzled(program, tiles: int, columns: int) -> tuple:
@@ -144,20 +146,41 @@ def pallas_product(
     interpret: bool = False,
 ) -> jax.Array:
     """Multiplies each row with its group's kernel, see `megajax.ops.grouped_matmul.GroupedKernel`."""
+    return _call_product(rows, kernels, sizes, transposed, [] if place is None else [place[None]], interpret)
+
+
+def pallas_into(
+    out: jax.Array,
+    at: jax.Array,
+    rows: jax.Array,
+    kernels: jax.Array,
+    sizes: jax.Array,
+    place: jax.Array,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Writes the product to out[at] in place, see `megajax.ops.grouped_matmul.GroupedKernel`."""
+    return _call_product(rows, kernels, sizes, False, [place[None], at[None], out[:, None]], interpret)[:, 0]
+
+
+def _call_product(rows, kernels, sizes, transposed: bool, more: list, interpret: bool) -> jax.Array:
+    """The result of `_product_kernel`; in place of the last of the arrays `more`, if these are three."""
     count, contracted = rows.shape
     columns = kernels.shape[-2 if transposed else -1]
     tile = _Tile.of(rows.dtype, count, columns, contracted)
     tiles = _Tiles.of(sizes, count, tile.rows)
     programs = len(tiles.group) * -(-columns // tile.columns)
-    inputs = [*tiles, rows, kernels, *([] if place is None else [place[None]])]
+    inputs = [*tiles, rows, kernels, *more]
+    shape = more[-1].shape if len(more) > 1 else (count, columns)
     (out,) = pallas_call(
         functools.partial(_product_kernel, tile, transposed, len(tiles.group)),
         inputs,
         [whole_block(x.shape) for x in inputs],
-        [((count, columns), rows.dtype)],
-        [whole_block((count, columns))],
+        [(shape, rows.dtype)],
+        [whole_block(shape)],
         grid=(programs,),
         settings=tile.settings | {"name": "grouped_matmul_product", "interpret": interpret},
+        updated=len(inputs) - 1 if len(more) > 1 else None,
     )
     return out
 

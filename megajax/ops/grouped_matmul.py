@@ -1,4 +1,4 @@
-"""Matmuls of groups of rows with a kernel for each group, and the permutation that sorts rows by group.
+"""Matmuls of groups of rows with a kernel for each group; `group_order.py` sorts the rows.
 
 A mixture of experts sorts (token, choice) pairs by expert, and multiplies each group of rows with its expert's weights. No
 row is dropped or padded: R = tokens * choices rows, whatever the sizes of the groups. If some groups are elsewhere, their
@@ -24,11 +24,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.grouped_kernels import pallas_add, pallas_gradient, pallas_product
+from megajax.ops.group_order import combine, dispatch, sort_by_group
+from megajax.ops.grouped_kernels import pallas_add, pallas_gradient, pallas_into, pallas_product
 from megajax.ops.in_place import addend, of_part
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 from megajax.ops.tokamax_kernels import generation, grouped_product, has_product
-from megajax.runtime.compat import tokamax_installed, vary_over, varying_axes
+from megajax.runtime.compat import tokamax_installed
 
 __all__ = [
     "INTERPRETED",
@@ -38,12 +39,8 @@ __all__ = [
     "GroupedMatmuls",
     "Part",
     "Routing",
-    "combine",
-    "dispatch",
     "kernel_for",
     "route",
-    "rows_at",
-    "sort_by_group",
 ]
 
 
@@ -59,11 +56,16 @@ class GroupedKernel(NamedTuple):
       gradient: (rows [R, i], slopes [R, o], sizes) -> fp32 [G, i, o], rows^T slopes of each group's rows; 0 for no rows.
       add: (total fp32 [n, G, i, o], place int32, rows, slopes, sizes) -> total, with the gradient added to total[place]; in
         place if nothing else reads `total`. None: there is no such kernel.
+      into: (out [m, R, o], at int32, rows, kernels [n, G, i, o], sizes, place) -> out, with the product with kernels[place]
+        as out[at]; in place if nothing else reads `out` later. None: likewise.
+      interpreted: whether Pallas's interpreter runs them.
     """
 
     product: Callable[..., jax.Array]
     gradient: Callable[..., jax.Array]
     add: Callable[..., jax.Array] | None = None
+    into: Callable[..., jax.Array] | None = None
+    interpreted: bool = False
 
 
 def _xla_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
@@ -79,8 +81,9 @@ def _xla_gradient(rows: jax.Array, slopes: jax.Array, sizes: jax.Array) -> jax.A
 
 
 XLA = GroupedKernel(_xla_product, _xla_gradient)
-PALLAS = GroupedKernel(pallas_product, pallas_gradient, pallas_add)  # Triton's, on NVIDIA GPUs
-INTERPRETED = GroupedKernel(*(partial(kernel, interpret=True) for kernel in PALLAS))  # on any device
+KERNELS = pallas_product, pallas_gradient, pallas_add, pallas_into
+PALLAS = GroupedKernel(*KERNELS)  # Triton's, on NVIDIA GPUs
+INTERPRETED = GroupedKernel(*(partial(kernel, interpret=True) for kernel in KERNELS), True)  # on any device
 
 
 def kernel_for(device: jax.Device) -> GroupedKernel:
@@ -92,7 +95,7 @@ def kernel_for(device: jax.Device) -> GroupedKernel:
     if generation(device) is None:
         return XLA
     tokamax = has_product(device) and tokamax_installed()
-    return PALLAS._replace(product=partial(_tokamax_product, device)) if tokamax else PALLAS
+    return PALLAS._replace(product=partial(_tokamax_product, device), into=None) if tokamax else PALLAS
 
 
 def _tokamax_product(device: jax.Device, rows: jax.Array, *given, **how) -> jax.Array:
@@ -124,7 +127,7 @@ class Routing(NamedTuple):
     """Which row is whose; int32.
 
     Attributes:
-      order: [R], of `sort_by_group`; or its first elements only, whose rows are computed.
+      order: [R], of `group_order.sort_by_group`; or its first elements only, whose rows are computed.
       places: of `sort_by_group`, for all rows.
       sizes: [G], rows of each group.
     """
@@ -155,11 +158,18 @@ class GroupedMatmuls:
       kernel: their implementation.
       on_mesh: whether a mesh with an axis "tensor" is set.
       split: whether that axis splits the kernels: the first matmul's last axis, the second one's middle axis.
+      once: whether the second one's backward should pass once over a gated activation (`grouped_gated.py`).
     """
 
     kernel: GroupedKernel = XLA
     on_mesh: bool = False
     split: bool = False
+    once: bool = False
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether it does: with kernels of Pallas."""
+        return self.once and self.kernel.add is not None
 
     def column(self, x: jax.Array, kernels: jax.Array | Part, routing: Routing) -> jax.Array:
         """The rows of x [n, i], replicated over tensor, times their groups' kernels [G, i, *o]: [R, *o], split over tensor.
@@ -175,6 +185,21 @@ class GroupedMatmuls:
         """
         return _row(rows, kernels, routing, self, count)
 
+    def row_slopes(
+        self, kernels: jax.Array | Part, routing: Routing, gradient: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of a gradient [n, h] of `row`'s result, (that of each product [R, h], that of the rows [R, f])."""
+        slopes = dispatch(gradient, routing.order, routing.places)
+
+        def local(kernels, place, slopes, sizes):
+            return self.kernel.product(slopes, kernels, sizes, transposed=True, **_at(place))
+
+        return slopes, self._multiply(local, kernels, 1, (None, None), 1, slopes, routing.sizes)
+
+    def row_gradient(self, kernels: jax.Array | Part, routing: Routing, rows, slopes) -> jax.Array | Part | None:
+        """The gradient of `row`'s kernels, of the rows and what `row_slopes` returns first."""
+        return self.gradient((1, None, None), 1, kernels, rows, slopes, routing.sizes)
+
     def _run(self, local: Callable, in_axes: tuple, out_axis: int, *arrays) -> jax.Array:
         """`local` on each device's part of the arrays, of which tensor splits these axes (None: none), and of the result."""
         if not self.on_mesh:
@@ -182,10 +207,13 @@ class GroupedMatmuls:
         spec = lambda axis: P() if axis is None or not self.split else P(*[None] * axis, TENSOR)  # noqa: E731
         return on_tensor_shards(local, tuple(map(spec, in_axes)), spec(out_axis))(*arrays)
 
-    def _multiply(self, local: Callable, kernels: jax.Array, axis: int, in_axes: tuple, out_axis: int, *arrays):
+    def _multiply(
+        self, local: Callable, kernels: jax.Array, axis: int, in_axes: tuple, out_axis: int, *arrays, into=None
+    ):
         """`local(kernels, place, *arrays)` on each device, with the kernels' `axis` split; other arguments as of `_run`.
 
-        `arrays` are pytrees. The kernels are read where they are stored, if theirs is the part `place` of a stack.
+        `arrays` are pytrees. The kernels are read where they are stored, if theirs is the part `place` of a stack. If so,
+        `into(out, at, kernels, place, *arrays)` may run instead, which writes the result to out[at].
         """
         if isinstance(kernels, Part) and self.kernel.add is not None:
             axes = (axis + 1, None, *in_axes)
@@ -201,7 +229,11 @@ class GroupedMatmuls:
             arrays = jax.tree.unflatten(structure, leaves)
             return (self._run(local, (axis + 1, None, *in_axes), out_axis, stack, place, *arrays),)
 
-        return of_part(of_stack, kernels, *leaves)[0]
+        def into_stack(out, at, stack, place, *leaves):
+            arrays, axes = jax.tree.unflatten(structure, leaves), (out_axis + 1, None, axis + 1, None, *in_axes)
+            return self._run(into, axes, out_axis + 1, out, at, stack, place, *arrays)
+
+        return of_part(of_stack, kernels, *leaves, into=into and into_stack)[0]
 
     def gradient(
         self, in_axes: tuple, axis: int, kernels: jax.Array | Part, rows, slopes, sizes
@@ -243,8 +275,13 @@ def _column_forward(x, kernels, routing, how, count):
         found = how.kernel.product(rows, _matrices(kernels, last), sizes, **_at(place))
         return found.reshape(len(rows), *kernels.shape[1 - last :])
 
-    last = _last_axis(kernels)
-    found = how._multiply(local, kernels, last, (None, None), last - 1, rows, routing.sizes)
+    def into(out, at, kernels, place, rows, sizes):
+        whole = out.reshape(*out.shape[:2], -1)
+        return how.kernel.into(whole, at, rows, _matrices(kernels, last), sizes, place).reshape(out.shape)
+
+    last, arrays = _last_axis(kernels), (rows, routing.sizes)
+    how_into = into if how.kernel.into is not None else None
+    found = how._multiply(local, kernels, last, (None, None), last - 1, *arrays, into=how_into)
     return found, (rows, kernels, routing)
 
 
@@ -276,13 +313,8 @@ def _row_forward(rows, kernels, routing, how, count):
 
 def _row_backward(how, count, saved, gradient):
     rows, kernels, routing = saved
-    slopes = dispatch(gradient, routing.order, routing.places)
-
-    def local(kernels, place, slopes, sizes):
-        return how.kernel.product(slopes, kernels, sizes, transposed=True, **_at(place))
-
-    of_rows = how._multiply(local, kernels, 1, (None, None), 1, slopes, routing.sizes)
-    return of_rows, how.gradient((1, None, None), 1, kernels, rows, slopes, routing.sizes), None
+    slopes, of_rows = how.row_slopes(kernels, routing, gradient)
+    return of_rows, how.row_gradient(kernels, routing, rows, slopes), None
 
 
 _column.defvjp(_column_forward, _column_backward)
@@ -310,64 +342,3 @@ def _vectors(rows: jax.Array) -> jax.Array:
 def _sum_first(x: jax.Array) -> jax.Array:
     """The sum over the first axis, in x's type: `sum` would send fp32 between the devices of a tensor group."""
     return lax.reduce(x, np.zeros((), x.dtype), lax.add, (0,))
-
-
-def sort_by_group(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(order, places), int32 [R]: `groups[order]` is sorted, equal ones in their given order; `order[places]` counts up."""
-    # jax types argsort's result as equal on all devices (0.12)
-    rows = vary_over(lax.iota(jnp.int32, groups.size), varying_axes(groups))
-    _, order = lax.sort((groups, rows), num_keys=1, is_stable=True)
-    how = {"unique_indices": True, "wrap_negative_indices": False}
-    return order, order.at[order].set(lax.iota(jnp.int32, order.size), **how)  # all elements
-
-
-def rows_at(x: jax.Array, index: jax.Array, fill: bool = False) -> jax.Array:
-    """x[index] along the first axis, for an int32 index that is not negative; beyond the end the last row, or 0 if `fill`.
-
-    `jnp.take` would wrap negative numbers, by an array of zeros that all gathers of a program share. XLA joins kernels with
-    a common operand: a merged tick's forward and backward then waited for each other's collectives (jax 0.12).
-    """
-    how = {"mode": "fill", "fill_value": 0} if fill else {"mode": "clip"}
-    return x.at[index].get(wrap_negative_indices=False, **how)
-
-
-@jax.custom_vjp
-def dispatch(x: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
-    """Copies each item to its rows, sorted: [n, ...] to [R, ...]; item i has rows i R / n to (i + 1) R / n - 1 before that.
-
-    The gradient is `combine`, which reads by index: a scatter would add in any order on GPUs.
-
-    Args:
-      x: the items.
-      order: of `sort_by_group`; or its first elements only, whose rows the result then has.
-      places: of `sort_by_group`, [R].
-    """
-    return rows_at(x, lax.div(order, places.size // x.shape[0]))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def combine(rows: jax.Array, order: jax.Array, places: jax.Array, count: int) -> jax.Array:
-    """The transpose of `dispatch`: sums the rows of each of `count` items in fp32, [R, ...] to [count, ...]."""
-    found = rows_at(rows, places, order.size < places.size).reshape(count, -1, *rows.shape[1:])
-    return found[:, 0] if found.shape[1] == 1 else found.astype(jnp.float32).sum(1).astype(rows.dtype)
-
-
-def _dispatch_forward(x, order, places):
-    return dispatch(x, order, places), (order, places, x)
-
-
-def _dispatch_backward(saved, gradient):
-    order, places, x = saved
-    return combine(gradient, order, places, x.shape[0]), None, None
-
-
-def _combine_forward(rows, order, places, count):
-    return combine(rows, order, places, count), (order, places)
-
-
-def _combine_backward(count, saved, gradient):
-    return dispatch(gradient, *saved), None, None
-
-
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
-combine.defvjp(_combine_forward, _combine_backward)

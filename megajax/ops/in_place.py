@@ -35,16 +35,18 @@ def addend(gradient: Callable[..., jax.Array], add: Add, *operands: jax.Array, p
     return ADDEND.bind(*operands, jaxpr=jax.make_jaxpr(gradient)(*operands), add=add, parts=parts)
 
 
-def of_part(of_stack: OfStack, *operands: jax.Array, parts: int = 1) -> list[jax.Array]:
+def of_part(of_stack: OfStack, *operands: jax.Array, parts: int = 1, into: Add | None = None) -> list[jax.Array]:
     """`of_stack(part[None], 0, *operands)`, or `of_stack(stack, place, *operands)` where the part is stack[place].
 
     Args:
       of_stack: traceable, (stack [n, *shape of the part], int32 place, *operands) -> tuple of arrays.
       operands: arrays, of which the first `parts` are parts; `of_stack` gets (stack, place) for each of these.
       parts: see above.
+      into: for the only result, of which a forward may save it in a stack: (that stack [m, *shape of the result], int32
+        place, *arguments of `of_stack`) -> the stack with the result at the place.
     """
     plain = lambda *operands: of_stack(*whole(operands[:parts]), *operands[parts:])  # noqa: E731
-    return OF_PART.bind(*operands, jaxpr=jax.make_jaxpr(plain)(*operands), of_stack=of_stack, parts=parts)
+    return OF_PART.bind(*operands, jaxpr=jax.make_jaxpr(plain)(*operands), of_stack=of_stack, parts=parts, into=into)
 
 
 def whole(parts: Sequence[jax.Array]) -> list[jax.Array]:
@@ -58,11 +60,11 @@ def _gradient(*operands: jax.Array, jaxpr, add: Add, parts: int) -> jax.Array:
 
 
 @OF_PART.def_impl
-def _results(*operands: jax.Array, jaxpr, of_stack: OfStack, parts: int) -> list[jax.Array]:
+def _results(*operands: jax.Array, jaxpr, of_stack: OfStack, parts: int, into: Add | None) -> list[jax.Array]:
     return jaxpr_as_fun(jaxpr)(*operands)
 
 
 ADDEND.def_abstract_eval(lambda *operands, jaxpr, add, parts: jaxpr.out_avals[0])
-OF_PART.def_abstract_eval(lambda *operands, jaxpr, of_stack, parts: jaxpr.out_avals)
+OF_PART.def_abstract_eval(lambda *operands, jaxpr, of_stack, parts, into: jaxpr.out_avals)
 lower_by(ADDEND, _gradient)
 lower_by(OF_PART, _results)

@@ -87,6 +87,7 @@ def stash_as_computed(
 
     write(lambda var: isinstance(var, Literal) or var in values)
     parts = Parts(jaxpr.invars, arguments, stacks)
+    numbers = {_root(makers, var): place for place, var in unwritten.items() if place not in later}
     for index, eqn in enumerate(jaxpr.eqns):
         if index in skipped:
             continue
@@ -104,6 +105,8 @@ def stash_as_computed(
                 values.update(dict.fromkeys(_names(makers, var), value))
             elif x is not None:
                 terms_of_x = [(stack, 0)]
+        elif (place := _written_by_kernel(eqn, numbers, parts, values, stash, buffers, at)) is not None:
+            del unwritten[place]
         else:
             parts.bind(eqn, values)
         if eqn.primitive.name == "dot_general":
@@ -126,19 +129,27 @@ def stash_at_end(
     In a loop over blocks a block's result has the memory of its input, if nothing reads that afterwards. A write of the
     input, or of a sum with it, may come after the result, and XLA then copies the input. So a result that is the sum of a
     saved value and another waits for the writes, and reads the saved one in the stash.
+
+    A kernel that can write its result there does (`megajax.ops.in_place`), when it is computed.
     """
     jaxpr, makers, values, of_result = _traced(function, arguments)
     buffers, structure = jax.tree.flatten(stash.buffer)
     results, saved = jaxpr.outvars[: of_result.num_leaves], jaxpr.outvars[of_result.num_leaves :]
     total, place = _sum_with_saved(makers, results, saved)
     parts, last = Parts(jaxpr.invars, arguments, stacks), []
+    at = [stash.place(number, whole, block) for number, whole in enumerate(buffers)]
+    numbers, by_kernel = {_root(makers, var): number for number, var in enumerate(saved)}, set()
     for eqn in jaxpr.eqns:
         if eqn is total or total is not None and _is_view_of(makers, eqn, total.outvars[0]):
             last.append(eqn)
+        elif (number := _written_by_kernel(eqn, numbers, parts, values, stash, buffers, at)) is not None:
+            by_kernel.add(number)
         else:
             parts.bind(eqn, values)
-    at = [stash.place(number, whole, block) for number, whole in enumerate(buffers)]
-    written = [stash.write_array(*one, read(values, var)) for *one, var in zip(buffers, at, saved, strict=True)]
+    written = [
+        buffers[number] if number in by_kernel else stash.write_array(buffers[number], at[number], read(values, var))
+        for number, var in enumerate(saved)
+    ]
     if total is not None:
         written = lax.optimization_barrier(written)
         values[total.invars[0]] = stash.read_array(written[place], at[place])
@@ -184,6 +195,21 @@ def _traced(function: Callable, arguments: Sequence[jax.Array]) -> tuple[Any, di
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     return jaxpr, makers, values, jax.tree.structure(jax.eval_shape(function, *arguments)[0])
+
+
+def _written_by_kernel(
+    eqn, numbers: dict, parts: Parts, values: dict, stash: StashRef, buffers: list, at: list
+) -> int | None:
+    """The number of the saved value that an equation's kernel wrote to its buffer, which is replaced in `buffers`; or None.
+
+    What computes with the value reads it there. `numbers`: by the variable that has the value and is computed first.
+    """
+    number = numbers.get(eqn.outvars[0]) if eqn.outvars else None
+    if number is None or (whole := parts.saved_by(eqn, values, *stash.stack(buffers[number], at[number]))) is None:
+        return None
+    buffers[number] = whole.reshape(buffers[number].shape)
+    values[eqn.outvars[0]] = stash.read_array(buffers[number], at[number])
+    return number
 
 
 def _sum_with_saved(makers: dict, results: Sequence, saved: Sequence) -> tuple[Any, int | None]:

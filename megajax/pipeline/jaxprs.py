@@ -75,6 +75,13 @@ class Parts:
         if eqn.primitive.name in SAME and first in self.found:
             self.found[eqn.outvars[0]] = self.found[first]
 
+    def saved_by(self, eqn, values: dict, stack: jax.Array, place) -> jax.Array | None:
+        """A stack with an equation's only result at a place, where its kernel writes it; None if there is none that can."""
+        if eqn.primitive is not OF_PART or eqn.params["into"] is None or not (stacks := self._stacks(eqn)):
+            return None
+        operands = [read(values, var) for var in eqn.invars[eqn.params["parts"] :]]
+        return eqn.params["into"](stack, jnp.asarray(place, jnp.int32), *stacks, *operands)
+
     def _stacks(self, eqn) -> list[jax.Array]:
         """(stack, place) of each of an equation's parts, one after the other; none if one is in no stack."""
         parts = eqn.invars[: eqn.params["parts"]]
@@ -315,7 +322,7 @@ def bind(eqn, values: dict, **changed: Any) -> None:
         return
     if eqn.primitive is OF_PART:
         operands, parts = [read(values, var) for var in eqn.invars], eqn.params["parts"]
-        results = of_part(eqn.params["of_stack"], *operands, parts=parts)
+        results = of_part(eqn.params["of_stack"], *operands, parts=parts, into=eqn.params["into"])
         values |= dict(zip(eqn.outvars, results, strict=True))
         return
     params = eqn.primitive.get_bind_params(eqn.params | changed)

@@ -195,6 +195,13 @@ class StepProgram:
         return self.in_place and again and nothing_to_hide and parallel.zero < 3 and matmuls is None
 
     @property
+    def expert_gates_in_one_pass(self) -> bool:
+        """The same of experts: those whose results are weighted, and not their inputs."""
+        model = self.run.model
+        plain = getattr(model, "activation", None) in ("swiglu", "geglu") and model.expert_weighted == "result"
+        return bool(getattr(model, "experts", 0)) and plain and self.gates_in_one_pass
+
+    @property
     def keeps_activation(self) -> bool:
         """Whether a gated MLP's activation is saved too, and its backward computes gradients alone.
 
@@ -229,9 +236,10 @@ class StepProgram:
 
     @property
     def in_one_pass(self) -> tuple[str, ...]:
-        """Whose backwards read once what XLA would read twice: "gates", or "gates_kept", and "norms"."""
+        """Whose backwards read once what XLA would read twice: "gates" or "gates_kept", "expert_gates" and "norms"."""
         gates = "gates_kept" if self.keeps_activation else "gates"
-        each = {gates: self.gates_in_one_pass, "norms": self.norms_in_one_pass}
+        each = {gates: self.gates_in_one_pass, "expert_gates": self.expert_gates_in_one_pass}
+        each["norms"] = self.norms_in_one_pass
         return tuple(name for name, holds in each.items() if holds)
 
     # Collectives.

@@ -268,7 +268,12 @@ def pallas() -> types.SimpleNamespace:
     from jax.experimental.pallas import triton
 
     return types.SimpleNamespace(
-        BlockSpec=pallas.BlockSpec, ds=pallas.ds, load=triton.load, program_id=pallas.program_id, store=triton.store
+        BlockSpec=pallas.BlockSpec,
+        ds=pallas.ds,
+        load=triton.load,
+        program_id=pallas.program_id,
+        store=triton.store,
+        when=pallas.when,
     )
 
 

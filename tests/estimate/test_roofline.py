@@ -216,6 +216,29 @@ def test_attention_kernels_are_priced_by_the_scores_that_causal_masks_and_window
     }
 
 
+EXPERTS = r"""HloModule experts, is_scheduled=true
+
+ENTRY %main (place: s32[1], up: bf16[6,24,16], slopes: bf16[24,8], shares: f32[24]) -> f32[24,1] {
+  %place = s32[1]{0} parameter(0)
+  %up = bf16[6,24,16]{2,1,0} parameter(1)
+  %slopes = bf16[24,8]{1,0} parameter(2)
+  %shares = f32[24]{0} parameter(3)
+  ROOT %pallas_call.1 = (bf16[24,16]{1,0}, bf16[24,8]{1,0}, f32[24,1]{1,0}) custom-call(%place, %up, %slopes, %shares, %place), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/B/gated_rows_gradients/pallas_call"}
+}
+"""  # noqa: E501
+
+
+def test_a_kernel_of_experts_rows_leaves_out_places_without_a_row():
+    """It reads one part of the stack, and moves what the rows have that are there."""
+    modules, entry = computations(EXPERTS)
+    types = {line.name: line.type for line in modules[entry]}
+    kernel = kernel_of(modules[entry][-1], types, modules)
+    assert (kernel.kind, kernel.routed) == ("elementwise", True)
+    assert (kernel.read, kernel.written) == (2 * 4 + 24 * (2 * 16 + 2 * 8 + 4), 24 * (2 * 16 + 2 * 8 + 4))
+    half = dataclasses.replace(RATES, routed_part=0.5)
+    assert account(EXPERTS, {}, half).read["elementwise"] == kernel.read / 2
+
+
 def test_times_of_known_and_dynamic_loops():
     """Five iterations of one loop, three of the other: the body's kernels run eight times."""
     one, bodies = account(MODULE, {"F": 3}, RATES), 8

@@ -83,6 +83,16 @@ def test_added_in_place(sizes):
     np.testing.assert_array_equal(np.asarray(got)[unchanged], total[unchanged])
 
 
+def test_written_into_a_stack():
+    """Where the product is saved; the other parts stay."""
+    rows, kernels, slopes = inputs()
+    sizes = np.array((0, 3, 64, 16), np.int32)
+    out, stack = np.ones((3, ROWS, OUT), np.float32), np.stack([0 * kernels, kernels])
+    got = jax.jit(INTERPRETED.into)(out, jnp.int32(2), rows, stack, sizes, jnp.int32(1))
+    np.testing.assert_array_equal(got[2], by_kernel(INTERPRETED, rows, kernels, slopes, sizes)[0])
+    np.testing.assert_array_equal(got[:2], out[:2])
+
+
 def test_bf16_sums_in_fp32():
     """Tiles are larger; results are rounded once, and the kernels' gradient not at all."""
     arrays, sizes = inputs(300, 80, 40, 2, jnp.bfloat16), (130, 160)

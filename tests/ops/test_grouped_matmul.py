@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from megajax.ops.grouped_matmul import INTERPRETED, XLA, GroupedMatmuls, combine, dispatch, route
+from megajax.ops.group_order import combine, dispatch
+from megajax.ops.grouped_matmul import INTERPRETED, XLA, GroupedMatmuls, route
 
 TOKENS, CHOICES, GROUPS, INTO, INNER = 5, 3, 2, 4, 6
 # 2: elsewhere; two choices of a token at most are here.

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from megajax.models import context
+from megajax.ops import grouped_gated
+from megajax.ops.gated_down import gated_gradients
 from megajax.ops.grouped_matmul import INTERPRETED
 from megajax.train import step as step_module
 from tests import dense_experts, small
@@ -200,6 +202,35 @@ def test_gradients_are_added_in_place_by_their_kernel(case, added, monkeypatch):
     monkeypatch.setattr(context, "kernel_for", lambda device: INTERPRETED._replace(add=add))
     check(UNEVEN, case)
     assert bool(calls) == added
+
+
+# mesh, schedule, chunks, microbatches, options; whether kernels write gate and value to the stash and read them there
+ONE_PASS = [
+    (((2, 2, 1), "interleaved_1f1b", 2, 4, {"expert": 2, "expert_dispatch": "bucketed"}), True),
+    (((1, 4, 1), "interleaved_1f1b", 1, 4, {"zero": 1}), True),
+    (((2, 2, 1), "1f1b", 1, 4, {"expert": 2, "recompute": "full"}), False),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "in_stack"), ONE_PASS, ids=str)
+def test_the_backward_of_gated_experts_in_one_pass(case, in_stack, monkeypatch):
+    """The program for GPUs with jax 0.12, its kernels interpreted."""
+    read, written = set(), set()
+
+    def gradients(stack, *arguments, **settings):
+        read.add(len(stack))
+        return gated_gradients(stack, *arguments, **settings)
+
+    def into(out, *arguments):
+        written.add(len(out))
+        return INTERPRETED.into(out, *arguments)
+
+    monkeypatch.setattr(step_module, "updates_in_place", lambda device: True)
+    monkeypatch.setattr(context, "kernel_for", lambda device: INTERPRETED._replace(into=into))
+    monkeypatch.setattr(grouped_gated, "gated_gradients", gradients)
+    check(UNEVEN, case)
+    assert read and ((max(read) > 1) == bool(written) == in_stack)
 
 
 CURVES = [
