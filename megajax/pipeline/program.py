@@ -196,10 +196,11 @@ class StepProgram:
 
     @property
     def expert_gates_in_one_pass(self) -> bool:
-        """The same of experts: those whose results are weighted, and not their inputs."""
+        """The same of experts without biases, which are added in fp32, whose results are weighted, and not their inputs."""
         model = self.run.model
-        plain = getattr(model, "activation", None) in ("swiglu", "geglu") and model.expert_weighted == "result"
-        return bool(getattr(model, "experts", 0)) and plain and self.gates_in_one_pass
+        if not (getattr(model, "experts", 0) and self.gates_in_one_pass):
+            return False
+        return model.activation in ("swiglu", "geglu") and model.expert_weighted == "result" and not model.expert_biases
 
     @property
     def keeps_activation(self) -> bool:

@@ -10,6 +10,7 @@ from megajax.models import context
 from megajax.ops import grouped_gated
 from megajax.ops.gated_down import gated_gradients
 from megajax.ops.grouped_matmul import INTERPRETED
+from megajax.pipeline.program import StepProgram
 from megajax.train import step as step_module
 from tests import dense_experts, small
 from tests.dense_experts import DROPPING, PLAIN, UNEVEN
@@ -263,3 +264,13 @@ def test_twenty_steps_have_the_same_losses_and_loads():
         got_losses, got_loads = curve(case)
         np.testing.assert_allclose(got_losses, losses, rtol=2e-5)
         assert np.abs(got_loads - loads).max() <= 2  # a choice between two nearly equal scores
+
+
+@pytest.mark.parametrize(
+    ("fields", "one_pass"),
+    [({}, True), ({"expert_biases": True}, False), ({"expert_weighted": "input"}, False), ({"biases": True}, True)],
+)
+def test_which_gated_experts_have_a_backward_in_one_pass(fields, one_pass):
+    """Its kernel does not know a weight before the activation; what biases are added to is fp32, not the stash's type."""
+    run = small.make_run((2, 2, 1), model=dataclasses.replace(UNEVEN, **fields))
+    assert StepProgram.of(run).expert_gates_in_one_pass == one_pass
