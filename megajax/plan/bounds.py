@@ -170,6 +170,9 @@ class Bounds:
         return sum(map(operator.mul, self._layers(run, 1), (kept for kept, _ in self._activations(run))))
 
     def _workspace(self, run: RunConfig) -> float:
+        """Bytes of a block's workspace, at least; none of one microbatch, which may have it before the sums of gradients."""
+        if run.microbatches == run.parallel.pipe == 1:
+            return 0.0
         return max(workspace for _, workspace in self._activations(run))
 
     def _activations(self, run: RunConfig) -> tuple[tuple[int, int], ...]:
