@@ -117,8 +117,7 @@ def _gated(activation: Callable, stack, slopes):
 
 def _gated_rows(stack, slopes, shares):
     stop = _rows(shares)
-    of_up, _ = _gated(_silu, stack, slopes * shares[:, None])
-    _, active = _gated(_silu, stack, slopes)
+    of_up, active = _gated(_silu, stack, slopes * shares[:, None])
     return of_up[:stop], (active * shares[:, None])[:stop], (slopes * active).sum(-1)[:stop]
 
 

@@ -25,7 +25,7 @@ from megajax.ops.linear import GATHERED, RESIDUAL, Constrain, reduce_scattered
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 from megajax.runtime.compat import pallas, pallas_call, whole_block
 
-__all__ = ["KEPT", "NAME", "ROUTED", "gated_down", "gated_gradients"]
+__all__ = ["KEPT", "NAME", "gated_down", "gated_gradients"]
 
 Activation = Callable[[jax.Array], jax.Array]
 NAME, ROUTED = "gated_gradients", "gated_rows_gradients"  # the second one: of experts' rows

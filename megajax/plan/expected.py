@@ -8,6 +8,7 @@ from typing import Any
 from megajax.config import ConfigError, ParallelConfig, RunConfig
 from megajax.plan.explain import PARTS, seconds, slower
 from megajax.plan.layouts import layouts
+from megajax.plan.report import value_text
 from megajax.plan.search import Candidate, Question, bases, fastest_placement, filters, legal_run, order
 from megajax.schedules.registry import names
 
@@ -56,9 +57,8 @@ def expected(question: Question, best: Candidate, words: Sequence[str]) -> str:
     """
     fields = fields_of(words)
     asked = filters(question) | {name: lambda declared, layout, value=value: [value] for name, value in fields.items()}
-    asked["data"] = lambda declared, layout: [
-        size for size in declared if size == fields.get("data", size)
-    ]  # of so many GPUs
+    # Of so many GPUs.
+    asked["data"] = lambda declared, layout: [size for size in declared if size == fields.get("data", size)]
     found, problem = [], ""
     for base in bases(question):
         for layout in layouts(base, question.gpus, asked):
@@ -94,8 +94,10 @@ def _shown(one: Candidate) -> str:
     values = {name: getattr(one.run.parallel, name) for name in SHOWN}
     plain = dataclasses.asdict(ParallelConfig())
     texts = {name: value for name, value in values.items() if value != plain[name] or name in ("schedule", "recompute")}
-    values = {name: ",".join(value) if name == "axis_order" else value for name, value in texts.items()}
-    return ", ".join(str(v) if isinstance(v, str) else f"{name.replace('_', ' ')} {v}" for name, v in values.items())
+    return ", ".join(
+        value_text(value) if isinstance(value, str | tuple) else f"{name.replace('_', ' ')} {value}"
+        for name, value in texts.items()
+    )
 
 
 def _problem(base: RunConfig, layout: dict[str, Any]) -> str:

@@ -134,7 +134,7 @@ def cells(one: Candidate, tokens: float) -> dict[str, str]:
         "schedule": parallel.schedule,
         "recompute": parallel.recompute,
         "ZeRO": str(parallel.zero),
-        **{name: _text(getattr(parallel, name)) for name in ("context", *one.question.also)},
+        **{name: value_text(getattr(parallel, name)) for name in ("context", *one.question.also)},
         "step s": f"{time.total:.2f}",
         "tokens/s": f"{one.tokens_per_second:,.0f}",
         "TFLOP/s": f"{one.teraflops:.0f}",
@@ -158,7 +158,7 @@ def _row(number: int, one: Candidate, found: Answer) -> str:
         + "  fp8" * (one.run.train.matmul_dtype == "fp8")
         + (f"  expert {parallel.expert}" if parallel.expert > 1 else "")
         + (f", {parallel.expert_dispatch}" if parallel.expert > 1 and parallel.expert_dispatch != "gather" else "")
-        + (f"  axes {_text(parallel.axis_order)}" if parallel.axis_order != plain else "")
+        + (f"  axes {value_text(parallel.axis_order)}" if parallel.axis_order != plain else "")
         + (f"  layers {parallel.pipeline_layout}" if parallel.pipeline_layout else "")
         + "".join(f"  {name} {texts[name]}" for name in one.question.also if name not in SHOWN)
         + "  =" * is_tie(one, found.fitting[0])
@@ -166,7 +166,8 @@ def _row(number: int, one: Candidate, found: Answer) -> str:
     )
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value of a layout, as one writes it."""
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
