@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
@@ -233,7 +234,7 @@ class ModelConfig(ModelSizes):
     init_deviation: float = setting(0.02, "standard deviation of the initial weights")
     norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
 
-    @property
+    @functools.cached_property  # the planner asks hundreds of thousands of times
     def layer_kinds(self) -> tuple[str, ...] | None:
         """The kind of each layer, of layers whose parameters differ; None: those of all are alike.
 

@@ -19,7 +19,6 @@ from megajax.plan.bounds import Bounds
 from megajax.plan.layouts import SCHEDULE_FIELDS, Fields, layouts
 from megajax.plan.search import (
     Candidate,
-    NoLayout,
     Question,
     attention_of,
     bases,
@@ -95,13 +94,12 @@ def best_layouts(question: Question, rows: int = 1, groups: Sequence[Group] = ()
     return _BestFirst(question, rows, groups, within).found()
 
 
-def fastest(question: Question) -> Candidate | None:
-    """The layout that the planner chooses; None if none is legal or none fits."""
-    try:
-        best = best_layouts(question).candidates[0]
-    except NoLayout:
-        return None
-    return best if best.fits else None
+def fastest(question: Question, within: float = math.inf) -> Candidate | None:
+    """The layout that the planner chooses; None if none is legal, none fits, or none takes at most `within` seconds."""
+    search = _BestFirst(question)
+    search.run(within)
+    found = (one for one in search.in_order() if one.time.total <= within)
+    return next(found, None)
 
 
 def on_mesh(question: Question, mesh: tuple[int, int, int]) -> list[Candidate]:
@@ -120,7 +118,7 @@ def on_mesh(question: Question, mesh: tuple[int, int, int]) -> list[Candidate]:
 class _BestFirst:
     """One search. A heap's entry is (seconds, 0 for a node or 1 for a candidate, its order, its place, itself)."""
 
-    def __init__(self, question: Question, rows: int, groups: Sequence[Group], within: float):
+    def __init__(self, question: Question, rows: int = 1, groups: Sequence[Group] = (), within: float = math.inf):
         question.gpu.peak(question.precision)  # raises if the GPU does not support it
         self.question, self.rows, self.groups, self.within = question, rows, groups, within
         self.filters = filters(question)
@@ -133,6 +131,13 @@ class _BestFirst:
 
     def found(self) -> Found:
         """Runs the search."""
+        return self._sorted(*self.run())
+
+    def run(self, within: float = math.inf) -> tuple[list[tuple[float, tuple[int, ...], Node]], frozenset[Hashable]]:
+        """Finds layouts that fit, up to so many seconds.
+
+        Returns all nodes without a schedule, each after a bound of its memory and its place, and the groups that are slower.
+        """
         heap, nodes = [], []
         for number, base in enumerate(bases(self.question)):
             bounds = Bounds(self.question.gpu, self.question.gpus)
@@ -147,6 +152,8 @@ class _BestFirst:
         heapq.heapify(heap)
         while heap:
             seconds, priced, sort, place, one, bounds = heapq.heappop(heap)
+            if seconds > within:
+                break
             if len(self.meshes) >= self.rows and (seconds > self.limit or self.closed >= self.seen):
                 heapq.heappush(heap, (seconds, priced, sort, place, one, bounds))
                 break
@@ -174,7 +181,11 @@ class _BestFirst:
                 self.fitting.append((sort, place, candidate))
                 heapq.heappush(heap, (candidate.time.total, 1, sort, place, candidate, bounds))
         slower = {key for *_, one, _ in heap for key in self._keys(one.run.parallel)} - self.closed
-        return self._sorted(nodes, frozenset(slower))
+        return nodes, frozenset(slower)
+
+    def in_order(self) -> list[Candidate]:
+        """The layouts that were priced and fit, in the order of `search.search`."""
+        return [one for *_, one in sorted(self.fitting, key=lambda entry: entry[:2])]
 
     def _unscheduled(self, base: RunConfig) -> Iterator[Fields]:
         later = (*SCHEDULE_FIELDS, *RECOMPUTE_FIELDS)
@@ -231,7 +242,7 @@ class _BestFirst:
 
     def _sorted(self, nodes: list[tuple[float, tuple[int, ...], Node]], slower: frozenset[Hashable]) -> Found:
         """The candidates; `nodes` are all of those without a schedule, with a bound of their memory."""
-        candidates = [one for *_, one in sorted(self.fitting, key=lambda entry: entry[:2])]
+        candidates = self.in_order()
         nodes.sort(key=lambda entry: entry[:2])
         if not candidates:
             candidates = self._smallest(nodes)

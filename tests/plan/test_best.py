@@ -49,7 +49,8 @@ def check(question):
         assert [one.peak for one in found.candidates] == [one.peak for one in every[:3]]
         return
     assert rows_of(found.candidates, ROWS) == rows_of(every, ROWS)
-    assert fastest(question).run == every[0].run
+    assert fastest(question).run == fastest(question, every[0].time.total).run == every[0].run
+    assert fastest(question, every[0].time.total * 0.999) is None
     assert rows_of(best_layouts(question, ROWS).candidates, ROWS) == rows_of(every, ROWS)
     for group in groups:
         of = lambda one: group(one.run.parallel)  # noqa: B023, E731
