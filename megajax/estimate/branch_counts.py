@@ -11,13 +11,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megajax.estimate.hlo_parser import branch_key
+from megajax.estimate.hlo_parser import EACH, branch_key
 from megajax.pipeline.chunk_work import ChunkParts
+from megajax.pipeline.options import KIND
 from megajax.pipeline.program import StepProgram
 from megajax.pipeline.slots import OperationRow, slot_tables
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, WEIGHT
 
-__all__ = ["branch_counts", "counts_of_ranks"]
+__all__ = ["branch_counts", "counts_of_ranks", "kind_loops"]
 
 VERSIONS = 2  # of PipeDream-2BW's weights, each a chunk
 Row = tuple[int, int, int, int, int]  # rank, chunk, stage, part, parts
@@ -55,6 +56,13 @@ def counts_of_ranks(program: StepProgram) -> list[dict[str, float]]:
             if bounds[0] < bounds[1]:
                 found[rank][keys[choices.index((number, chunk.order_of(stage), *bounds))]] += times
     return found
+
+
+def kind_loops(program: StepProgram) -> dict[str, float]:
+    """The share of a rank's slots for blocks that have each kind, of a program that chooses by loops of 0 or 1 iteration."""
+    layers = program.layers
+    slots = layers.stages * layers.slots
+    return {f"{KIND}{number}{EACH}": layers.kinds.count(kind) / slots for number, kind in enumerate(layers.kind_names)}
 
 
 def _conditionals(program: StepProgram) -> Iterator[tuple[str, bool, list[int], Counter[Row]]]:

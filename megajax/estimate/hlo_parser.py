@@ -29,6 +29,7 @@ HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 BRANCHES = "/cond"  # ends the keys of conditionals, by scope
+EACH = "/each"  # ends the keys of loops of which the iterations of one execution are known, not those of all
 SCOPES = re.compile(r'op_name="([^"]*)/(?:while|cond)"')
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 LOGITS = "head"  # the scope of the head in a tick
@@ -95,10 +96,12 @@ def visits(computations: dict, visit: Visit, each: Mapping[str, float]) -> Itera
         after = visit
         if line.op == "while":
             known, scope = known_trip_count(line), scope_of(line, each)
-            count = each.get(scope, 1) if known is None else known
+            count = iterations_of(scope, each) if known is None else known
             after = dataclasses.replace(visit, times=visit.times * count, in_loop=True)
             if known is None:
-                after = dataclasses.replace(after, conditional=True, scope=scope)
+                after = dataclasses.replace(
+                    after, conditional=True, scope=visit.scope if scope + EACH in each else scope
+                )
         elif line.op == "conditional":
             after = dataclasses.replace(visit, conditional=True, scope=scope_of(line, each) or visit.scope)
             for called, share in branch_shares(line, computations, each).items():
@@ -118,8 +121,8 @@ def average_trip_counts(computations: dict, entry: str, trip_counts: Mapping[str
       trip_counts: total iterations of all such loops of a scope (`jax.named_scope`, the innermost one given), and, by
         SCOPE/cond, how often its conditionals do something, or by `branch_key` how often those with so many branches take
         each of them. They are divided equally among the executions, without the iterations of the head that XLA has taken
-        out of loops (`_inlined_heads`), and without loops of which XLA left only the counter. Loops in no given scope count
-        as one.
+        out of loops (`_inlined_heads`), and without loops of which XLA left only the counter. By SCOPE/each: iterations of
+        one execution. Loops in no given scope count as one.
     """
     executions, totals = Counter(), dict(trip_counts or {})
     if LOGITS in totals:
@@ -133,7 +136,8 @@ def average_trip_counts(computations: dict, entry: str, trip_counts: Mapping[str
                 key = branch_key(scope_of(line, totals), len(called_by(line.rest)), 0)
                 executions[by_branch.get(key) or scope_of(line, totals) + BRANCHES] += visit.times
     of = lambda key: executions[by_branch.get(key, key)]  # noqa: E731
-    return {key: count / of(key) for key, count in totals.items() if of(key)}
+    known = {key: count for key, count in totals.items() if key.endswith(EACH)}
+    return {key: count / of(key) for key, count in totals.items() if of(key)} | known
 
 
 def _only_counts(line: Line, computations: Mapping[str, list[Line]]) -> bool:
@@ -158,6 +162,11 @@ def _inlined_heads(computations: dict, entry: str, totals: Mapping[str, float]) 
             found = Counter(name[1] for name in names if name and f"/{LOGITS}/while/body/" in name[1])
             inlined += visit.times * min(found.values(), default=0)
     return inlined
+
+
+def iterations_of(scope: str, each: Mapping[str, float]) -> float:
+    """Iterations of one execution of a loop with a dynamic trip count in this scope; 1 if it is not known."""
+    return each.get(scope + EACH, each.get(scope, 1.0))
 
 
 def branch_key(scope: str, branches: int, index: int) -> str:
@@ -216,7 +225,7 @@ def known_trip_count(line: Line) -> int | None:
 def scope_of(line: Line, scopes: Iterable[str]) -> str:
     """The innermost of these named scopes around a loop or a conditional, "" if there is none."""
     names = SCOPES.search(line.rest)
-    known = {name.partition(BRANCHES)[0] for name in scopes}
+    known = {name.partition("/")[0] for name in scopes}
     return next((name for name in reversed(names[1].split("/")) if name in known), "") if names else ""
 
 

@@ -26,6 +26,7 @@ from megajax.estimate.hlo_parser import (
     branch_shares,
     called_by,
     computations,
+    iterations_of,
     known_trip_count,
     operands,
     scheduling_name,
@@ -258,7 +259,7 @@ class _Reader:
             known = known_trip_count(line)
             if known is not None:
                 return body * known
-            turns = self.each.get(scope_of(line, self.each), 1.0)
+            turns = iterations_of(scope_of(line, self.each), self.each)
             return body * turns + (condition + self._synchronisation()) * (turns + 1)
         if line.op == "conditional":
             if working_share(line, self.modules, self.each) is None:

@@ -34,7 +34,7 @@ from jax import lax
 from megajax.pipeline.block_steps import BlockSteps
 from megajax.pipeline.chunk_work import ONE, ChunkParts, ChunkWork
 from megajax.pipeline.loops import counted_loop, run_one_of, which
-from megajax.pipeline.options import DEFAULT_OPTIONS, MERGED, ExecutorOptions
+from megajax.pipeline.options import DEFAULT_OPTIONS, KIND, MERGED, ExecutorOptions
 from megajax.pipeline.run_in_order import run_in_order
 from megajax.pipeline.stash import SlotApart
 from megajax.pipeline.uneven import StageBlocks
@@ -381,5 +381,6 @@ class Stack(ChunkParts):
         for own, (kind, step) in enumerate(steps.items()):
             place = chunk * self.kinds[kind].per_chunk + slot
             run = lambda _, again, state: step(slot, place + again, zero + again, state)  # noqa: B023, E731
-            _, state = counted_loop(zero, (number == own).astype(jnp.int32), run, state)
+            with jax.named_scope(f"{KIND}{own}"):
+                _, state = counted_loop(zero, (number == own).astype(jnp.int32), run, state)
         return state

@@ -125,6 +125,22 @@ def test_loops_with_dynamic_trip_counts_count_by_scope():
     assert hlo.read(text).flops() == 7 * one
 
 
+def test_loops_of_which_one_execution_is_known():
+    """Five iterations of one that has half an iteration of another, on average."""
+
+    def run(x, w, count, sometimes):
+        def one(_, x):
+            with jax.named_scope("kind0"):
+                return lax.fori_loop(0, sometimes, lambda _, x: jnp.sin(x @ w), x)
+
+        with jax.named_scope("F"):
+            return lax.fori_loop(0, count, one, x)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 16))]
+    text = jax.jit(run).lower(*shapes, 5, 1).compile().as_text()
+    assert hlo.read(text, {"F": 5, "kind0/each": 0.5}).flops("F") == 5 / 2 * 2 * 8 * 16 * 16
+
+
 def test_heads_that_xla_takes_out_of_loops_are_not_counted_twice():
     """Of four heads one is in a loop of one iteration, which XLA removes: three are left for the other loop."""
 

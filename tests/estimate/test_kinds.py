@@ -132,6 +132,20 @@ def test_matmuls_of_a_compiled_program_are_those_of_the_layers(schedule, chunks)
     assert found.account.total == pytest.approx(sum(ranks) / 4, rel=0.01) and found.seconds > max(ranks)
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_kernels_of_a_compiled_program_with_a_ring_are_those_of_the_layers():
+    """A block's kind is chosen by a loop of zero or one iteration. Bubbles run blocks too: a third of the ticks more."""
+    large = dataclasses.replace(gpu.LARGE, norm="rmsnorm", activation="swiglu", biases=False, feedforward=1536)
+    more = {"moe_layer_freq": "2", "dense_feedforward": 8192, "layers": 8, "experts": 8, "experts_per_token": 2}
+    model, layout = dataclasses.replace(large, **more), {"pipe": 2, "context": 2, "schedule": "eager_1f1b"}
+    text, _ = gpu.compile_step(model, 8, attention="xla", **layout)
+    module = read(text, loop_trip_counts(gpu.run_of(model, 8, attention="xla", **layout)))
+    sparse = {name: count for name, count in module.kernels.items() if "grouped" in name}
+    print(sparse)
+    assert sparse["grouped_matmul_product"] == pytest.approx(4 * 2 * (8 + 1))
+
+
 def test_flops_by_hand():
     """Of 16 tokens: attention in all six layers, three matrices of 10 in two and of 6, for three experts, in four."""
     attention = 4 * 8 * 8 + 2 * 16 * 8
