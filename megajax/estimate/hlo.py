@@ -16,6 +16,7 @@ import numpy as np
 
 from megajax.config import RunConfig
 from megajax.config.parallel import MESH_AXES
+from megajax.estimate.branch_counts import branch_counts, kind_loops
 from megajax.estimate.hlo_parser import (
     BRANCHES,
     KINDS,
@@ -151,8 +152,9 @@ def loop_trip_counts(run: RunConfig, on_cpu: bool = False) -> dict[str, float]:
     each microbatch, on the ranks that compute them, or branches outside of merged and mixed ticks; ends/cond: how often
     those have any of the three. FB/cond: how often a rank chooses the chunks of a merged tick, or of parts that overlap
     (`pipeline.options.MERGED`), which then is in neither F/cond nor B/cond. send/cond: how often there is a send, in
-    schedules that overlap. Where ranks differ, it is their mean. Loops over experts' rounds have no iteration: routing is
-    balanced.
+    schedules that overlap. F/cond/N/I: where stages have other layers, of conditionals with N branches how often they take
+    branch I (`branch_counts`); of loops that choose a block's kind see `kind_loops`. Where ranks differ, it is their mean.
+    Loops over experts' rounds have no iteration: routing is balanced.
     """
     program, parallel = StepProgram.of(run), run.parallel
     schedule, layers = program.schedule, program.layers
@@ -176,7 +178,9 @@ def loop_trip_counts(run: RunConfig, on_cpu: bool = False) -> dict[str, float]:
         if schedule.split and op != FORWARD:  # a pair's backward is whole
             loops = pairs if op == BACKWARD else total - pairs
         found |= {op: loops * each, op + BRANCHES: chosen * several}
-    found |= {MERGED + BRANCHES: merged + pairs * min(OVERLAP_PARTS, blocks)}
+    found |= (
+        {MERGED + BRANCHES: merged + pairs * min(OVERLAP_PARTS, blocks)} | branch_counts(program) | kind_loops(program)
+    )
     return found | {SEND + BRANCHES: float(slot_tables(schedule).rows.sends[:, 0].sum())} if pairs else found
 
 

@@ -29,6 +29,7 @@ HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 BRANCHES = "/cond"  # ends the keys of conditionals, by scope
+EACH = "/each"  # ends the keys of loops of which the iterations of one execution are known, not those of all
 SCOPES = re.compile(r'op_name="([^"]*)/(?:while|cond)"')
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 LOGITS = "head"  # the scope of the head in a tick
@@ -86,8 +87,7 @@ def computations(text: str) -> tuple[dict[str, list[Line]], str]:
 def visits(computations: dict, visit: Visit, each: Mapping[str, float]) -> Iterator[Visit]:
     """Every call path to a computation.
 
-    `each`: by scope, iterations of one execution of a loop with a dynamic trip count; and by SCOPE/cond, the share of a
-    conditional's executions in which it takes a branch that does something. Such branches are taken equally often.
+    `each`: by scope, iterations of one execution of a loop with a dynamic trip count; for conditionals see `branch_shares`.
     """
     yield visit
     for line in computations[visit.name]:
@@ -96,15 +96,19 @@ def visits(computations: dict, visit: Visit, each: Mapping[str, float]) -> Itera
         after = visit
         if line.op == "while":
             known, scope = known_trip_count(line), scope_of(line, each)
-            count = each.get(scope, 1) if known is None else known
+            count = iterations_of(scope, each) if known is None else known
             after = dataclasses.replace(visit, times=visit.times * count, in_loop=True)
             if known is None:
-                after = dataclasses.replace(after, conditional=True, scope=scope)
+                after = dataclasses.replace(
+                    after, conditional=True, scope=visit.scope if scope + EACH in each else scope
+                )
         elif line.op == "conditional":
-            scope = scope_of(line, each)
-            share = working_share(line, each)
-            times = visit.times * (1 if share is None else share / max(1, len(working_branches(line, computations))))
-            after = dataclasses.replace(visit, times=times, conditional=True, scope=scope or visit.scope)
+            after = dataclasses.replace(visit, conditional=True, scope=scope_of(line, each) or visit.scope)
+            for called, share in branch_shares(line, computations, each).items():
+                yield from visits(
+                    computations, dataclasses.replace(after, name=called, times=visit.times * share), each
+                )
+            continue
         for called in called_by(line.rest):
             if called in computations:
                 yield from visits(computations, dataclasses.replace(after, name=called), each)
@@ -115,20 +119,25 @@ def average_trip_counts(computations: dict, entry: str, trip_counts: Mapping[str
 
     Args:
       trip_counts: total iterations of all such loops of a scope (`jax.named_scope`, the innermost one given), and, by
-        SCOPE/cond, how often its conditionals do something. They are divided equally among the executions, without the
-        iterations of the head that XLA has taken out of loops (`_inlined_heads`), and without loops of which XLA left
-        only the counter. Loops in no given scope count as one.
+        SCOPE/cond, how often its conditionals do something, or by `branch_key` how often those with so many branches take
+        each of them. They are divided equally among the executions, without the iterations of the head that XLA has taken
+        out of loops (`_inlined_heads`), and without loops of which XLA left only the counter. By SCOPE/each: iterations of
+        one execution. Loops in no given scope count as one.
     """
     executions, totals = Counter(), dict(trip_counts or {})
     if LOGITS in totals:
         totals[LOGITS] = max(0.0, totals[LOGITS] - _inlined_heads(computations, entry, totals))
-    for visit in visits(computations, Visit(entry), dict.fromkeys(totals, 1)):
+    by_branch = {key: key.rsplit("/", 1)[0] for key in totals if BRANCHES + "/" in key}  # the conditionals of a key
+    for visit in visits(computations, Visit(entry), {key: 1 for key in totals if key not in by_branch}):
         for line in computations[visit.name]:
             if line.op == "while" and known_trip_count(line) is None and not _only_counts(line, computations):
                 executions[scope_of(line, totals)] += visit.times
             elif line.op == "conditional":
-                executions[scope_of(line, totals) + BRANCHES] += visit.times
-    return {scope: count / executions[scope] for scope, count in totals.items() if executions[scope]}
+                key = branch_key(scope_of(line, totals), len(called_by(line.rest)), 0)
+                executions[by_branch.get(key) or scope_of(line, totals) + BRANCHES] += visit.times
+    of = lambda key: executions[by_branch.get(key, key)]  # noqa: E731
+    known = {key: count for key, count in totals.items() if key.endswith(EACH)}
+    return {key: count / of(key) for key, count in totals.items() if of(key)} | known
 
 
 def _only_counts(line: Line, computations: Mapping[str, list[Line]]) -> bool:
@@ -155,9 +164,45 @@ def _inlined_heads(computations: dict, entry: str, totals: Mapping[str, float]) 
     return inlined
 
 
-def working_share(line: Line, each: Mapping[str, float]) -> float | None:
+def iterations_of(scope: str, each: Mapping[str, float]) -> float:
+    """Iterations of one execution of a loop with a dynamic trip count in this scope; 1 if it is not known."""
+    return each.get(scope + EACH, each.get(scope, 1.0))
+
+
+def branch_key(scope: str, branches: int, index: int) -> str:
+    """The key of how often conditionals of a scope with so many branches take one of them, for `average_trip_counts`."""
+    return f"{scope}{BRANCHES}/{branches}/{index}"
+
+
+def branches_of(line: Line) -> list[str]:
+    """The branches of a conditional, in the order of its index; of a predicate, that of False first."""
+    names = called_by(line.rest)
+    return names[::-1] if "true_computation=" in line.rest else names
+
+
+def branch_shares(line: Line, computations: Mapping[str, list[Line]], each: Mapping[str, float]) -> dict[str, float]:
+    """The shares of a conditional's executions in which it takes each of its branches that do something.
+
+    By `branch_key` if `each` has that; otherwise they are equal parts of SCOPE/cond, or if that is not known, each 1.
+    """
+    scope, names, working = scope_of(line, each), branches_of(line), working_branches(line, computations)
+    shares: dict[str, float] = dict.fromkeys(working, 0.0)
+    by_branch = branch_key(scope, len(names), 0) in each
+    for index, name in enumerate(names):
+        if name in shares:  # XLA may make one computation of branches that are alike
+            own = each.get(branch_key(scope, len(names), index), 0.0) if by_branch else 1.0
+            shares[name] += own
+    whole = None if by_branch else each.get(scope + BRANCHES)
+    total = sum(shares.values())
+    return shares if whole is None else {name: whole * share / total for name, share in shares.items()}
+
+
+def working_share(line: Line, computations: Mapping[str, list[Line]], each: Mapping[str, float]) -> float | None:
     """The share of a conditional's executions in which it takes any working branch; None if it is not known."""
-    return each.get(scope_of(line, each) + BRANCHES)
+    scope, count = scope_of(line, each), len(called_by(line.rest))
+    if branch_key(scope, count, 0) in each:
+        return sum(branch_shares(line, computations, each).values())
+    return each.get(scope + BRANCHES)
 
 
 def working_branches(line: Line, computations: Mapping[str, list[Line]]) -> list[str]:
@@ -167,7 +212,7 @@ def working_branches(line: Line, computations: Mapping[str, list[Line]]) -> list
         inner = called_by(one.rest) if one.op == "fusion" else []
         return one.op in MOVES or (bool(inner) and all(other.op in MOVES for other in computations[inner[0]]))
 
-    names = [name for name in called_by(line.rest) if name in computations]
+    names = [name for name in branches_of(line) if name in computations]
     return [name for name in names if not all(map(moves, computations[name]))]
 
 
@@ -180,7 +225,7 @@ def known_trip_count(line: Line) -> int | None:
 def scope_of(line: Line, scopes: Iterable[str]) -> str:
     """The innermost of these named scopes around a loop or a conditional, "" if there is none."""
     names = SCOPES.search(line.rest)
-    known = {name.removesuffix(BRANCHES) for name in scopes}
+    known = {name.partition("/")[0] for name in scopes}
     return next((name for name in reversed(names[1].split("/")) if name in known), "") if names else ""
 
 

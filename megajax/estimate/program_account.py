@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from megajax.config import RunConfig
 from megajax.estimate import model_costs
+from megajax.estimate.branch_counts import counts_of_ranks
 from megajax.estimate.expert_dispatch import sent_share
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.hlo import loop_trip_counts, merged_passes
@@ -30,6 +31,9 @@ __all__ = [
 class StepAccount:
     """The account of a rank that computes all of its microbatches, and the schedule's bubble as a share of its time.
 
+    Where stages have other layers, the account is a mean over ranks (`hlo.loop_trip_counts`), and the bubble has their waits
+    for the slowest of them, which has the most to do.
+
     Where blocks have rings, ranks without work run their blocks too (`StepProgram.computes_bubbles`): the account has the
     bubble in it, as kernels, and the share is 0.
     """
@@ -52,7 +56,16 @@ def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
     found, program = account(hlo, *account_arguments(run, gpu)), StepProgram.of(run)
     if run.parallel.pipe == 1 or program.computes_bubbles:
         return StepAccount(found, 0.0)
-    return StepAccount(found, program.bubble(operation_costs(program, found), lockstep=True) / found.total)
+    bubble = program.bubble(operation_costs(program, found), lockstep=True) + _waits(program, gpu, hlo, found)
+    return StepAccount(found, bubble / found.total)
+
+
+def _waits(program: StepProgram, gpu: Gpu, hlo: str, found: Account) -> float:
+    """Seconds that an average rank waits for the rank with the most work, where stages have other layers."""
+    trip_counts, *others = account_arguments(program.run, gpu)
+    each = {tuple(counts.items()) for counts in counts_of_ranks(program)}
+    totals = [account(hlo, trip_counts | dict(counts), *others).total for counts in each]
+    return max(totals, default=found.total) - found.total
 
 
 def operation_costs(program: StepProgram, found: Account) -> Costs:

@@ -23,13 +23,14 @@ from megajax.estimate.hlo_parser import (
     KINDS,
     Line,
     average_trip_counts,
+    branch_shares,
     called_by,
     computations,
+    iterations_of,
     known_trip_count,
     operands,
     scheduling_name,
     scope_of,
-    working_branches,
     working_share,
 )
 from megajax.estimate.kernels import kernel_of
@@ -139,7 +140,7 @@ class _Reader:
         if name not in self._read:
             lines, shares = self.modules[name], {}
             for line in lines:
-                share = working_share(line, self.each) if line.op == "conditional" else None
+                share = working_share(line, self.modules, self.each) if line.op == "conditional" else None
                 if share is not None and 0 < share < 1 and len(shares) < COMBINED:
                     shares[line.name] = share
             total = Account()
@@ -258,17 +259,17 @@ class _Reader:
             known = known_trip_count(line)
             if known is not None:
                 return body * known
-            turns = self.each.get(scope_of(line, self.each), 1.0)
+            turns = iterations_of(scope_of(line, self.each), self.each)
             return body * turns + (condition + self._synchronisation()) * (turns + 1)
         if line.op == "conditional":
-            share = working_share(line, self.each)
-            if share is None:
+            if working_share(line, self.modules, self.each) is None:
                 return max(parts, key=lambda part: part.total) + self._synchronisation()
-            working = [self.computation(name) for name in working_branches(line, self.modules)]
-            if works is False or not working:
+            shares = branch_shares(line, self.modules, self.each)
+            total = sum(shares.values())
+            if works is False or not total:
                 return self._synchronisation()
-            average = sum(working, Account()) * (1 / len(working))
-            return average * (1 if works else share) + self._synchronisation()
+            average = _sum([self.computation(name) * share for name, share in shares.items()])
+            return average * (1 / total if works else 1) + self._synchronisation()
         return parts[0] if parts else None
 
     def _synchronisation(self) -> Account:

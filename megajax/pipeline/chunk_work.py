@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from megajax.pipeline.records import Recorder
 from megajax.pipeline.slots import OperationRow
 from megajax.pipeline.stash import StashRef, TickStash
+from megajax.schedules.stages import StageLayers
 
 Tree = Any
+ONE = ""  # the kind of blocks that are all of one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +52,56 @@ class ChunkWork:
         return self.recorder.write(records, block, self.microbatch, values) if self.recorder else records
 
 
+class Choice(NamedTuple):
+    """What one branch of a conditional runs: of a chunk whose blocks have this order of kinds, blocks [start, stop)."""
+
+    chunk: int
+    order: tuple[str, ...]
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(eq=False)
 class ChunkParts:
-    """The parts of a chunk's blocks in which operations run.
+    """What a chunk's blocks are, and the parts of them in which operations run.
 
     Attributes:
-      per_chunk: slots for blocks in a chunk.
+      per_chunk: slots for blocks in a chunk, of whatever kind.
+      where: the layers of each stage, of several kinds. None: all are of one kind.
+      counts: blocks of each stage, if it runs these only (`StageBlocks.skips`). None: it runs all slots, or has kinds.
     """
 
     per_chunk: int
+    where: StageLayers | None = None
+    counts: tuple[int, ...] | None = None
+
+    def order_of(self, stage: int) -> tuple[str, ...]:
+        """The kinds of a stage's blocks."""
+        if self.where:
+            return self.where.stage_kinds[stage]
+        return (ONE,) * (self.counts[stage] if self.counts else self.per_chunk)
+
+    def choices(self, chunks: int, parts: Sequence[int], *, backwards: bool = False) -> list[Choice]:
+        """The branches of a conditional on the chunk, the order of kinds that its stage has, and the part, in their order.
+
+        Args:
+          chunks: of a rank, or versions of its only one (`pipedream_2bw`).
+          parts, backwards: as for `ranges`.
+        """
+        ranges = self.ranges(parts, backwards=backwards)
+        return [
+            Choice(chunk, order, start, stop)
+            for chunk in range(chunks)
+            for order in self._orders_of(chunk)
+            for start, stop in ranges
+        ]
+
+    def _orders_of(self, chunk: int) -> list[tuple[str, ...]]:
+        """The orders of kinds of the stages that a chunk is, on any rank; of one kind, the numbers of all stages' blocks."""
+        if self.where is None:
+            return [(ONE,) * count for count in sorted(set(self.counts or (self.per_chunk,)))]
+        stages = self.where.placement.stage_of[chunk % self.where.chunks]
+        return sorted({self.where.stage_kinds[stage] for stage in stages})
 
     def part_bounds(self, part, parts, *, backwards: bool = False) -> tuple:
         """(low, high) blocks of part `part` of a forward or backward in `parts` parts, which starts with the first blocks of

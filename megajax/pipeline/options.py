@@ -13,6 +13,7 @@ from megajax.schedules.stages import StageLayers
 
 MERGED = FORWARD + BACKWARD  # the named scope of a merged tick's blocks
 SEND = "send"  # and of the sends between stages
+KIND = "kind"  # and, with its number, of a loop that runs a block if it is of that kind
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,16 +32,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.pipeline.block_steps import BlockSteps
-from megajax.pipeline.chunk_work import ChunkParts, ChunkWork
+from megajax.pipeline.chunk_work import ONE, ChunkParts, ChunkWork
 from megajax.pipeline.loops import counted_loop, run_one_of, which
-from megajax.pipeline.options import DEFAULT_OPTIONS, MERGED, ExecutorOptions
+from megajax.pipeline.options import DEFAULT_OPTIONS, KIND, MERGED, ExecutorOptions
 from megajax.pipeline.run_in_order import run_in_order
 from megajax.pipeline.stash import SlotApart
 from megajax.pipeline.uneven import StageBlocks
 from megajax.schedules.schedule import BACKWARD, FORWARD
 
 Tree = Any
-ONE = ""  # the kind of blocks that are all of one
 
 
 class Stack(ChunkParts):
@@ -51,11 +50,8 @@ class Stack(ChunkParts):
 
     Attributes:
       weights: see `BlockSteps`.
-      per_chunk: slots for blocks in a chunk, of whatever kind.
       in_place: XLA's matmuls and conditionals update arrays in place; see `_run_blocks`.
       unrolled: blocks are traced one after the other, without a loop; the stack has one chunk, and one kind.
-      where: the layers of each stage, of several kinds. None: all are of one kind.
-      counts: blocks of each stage, if it runs these only (`StageBlocks.skips`). None: it runs all slots, or has kinds.
       kinds: the blocks of each kind.
     """
 
@@ -70,8 +66,8 @@ class Stack(ChunkParts):
     ):
         """Arguments: see above, and `block` and `cut` of `BlockSteps`."""
         where, trained = options.stage_kinds, options.trained and options.trained["blocks"]
-        self.weights, self.per_chunk, self.where = weights, per_chunk, where
-        self.in_place, self.unrolled, self.counts = options.in_place, options.unrolled, None
+        super().__init__(per_chunk, where)
+        self.weights, self.in_place, self.unrolled = weights, options.in_place, options.unrolled
         make = functools.partial(BlockSteps, block, in_place=options.in_place, unrolled=options.unrolled)
         if where is None:
             own = StageBlocks(per_chunk, options.block_counts)
@@ -354,12 +350,8 @@ class Stack(ChunkParts):
                 return self._run_one(high - 1 - count if backwards else low + count, work, steps, zero, state)
 
             return counted_loop(iterations, high - low, one, state)
-        choices = [
-            (chunk, order, start, stop)
-            for chunk in range(next(iter(self.kinds.values())).chunks)
-            for order in self._orders_of(chunk)
-            for start, stop in self.ranges(work.parts, backwards=backwards)
-        ]
+        versions = next(iter(self.kinds.values())).chunks
+        choices = self.choices(versions, work.parts, backwards=backwards)
 
         def branch(chunk, order, start, stop, zero, state):
             first = {kind: chunk * own.per_chunk for kind, own in self.kinds.items()}
@@ -389,12 +381,6 @@ class Stack(ChunkParts):
         for own, (kind, step) in enumerate(steps.items()):
             place = chunk * self.kinds[kind].per_chunk + slot
             run = lambda _, again, state: step(slot, place + again, zero + again, state)  # noqa: B023, E731
-            _, state = counted_loop(zero, (number == own).astype(jnp.int32), run, state)
+            with jax.named_scope(f"{KIND}{own}"):
+                _, state = counted_loop(zero, (number == own).astype(jnp.int32), run, state)
         return state
-
-    def _orders_of(self, chunk: int) -> list[tuple[str, ...]]:
-        """The orders of kinds of the stages that a chunk is, on any rank."""
-        if self.where is None:
-            return [(ONE,) * count for count in sorted(set(self.counts or (self.per_chunk,)))]
-        stages = self.where.placement.stage_of[chunk % self.where.chunks]
-        return sorted({self.where.stage_kinds[stage] for stage in stages})

@@ -87,6 +87,23 @@ def test_the_branches_of_a_conditional_count_by_scope():
     assert hlo.read(text).flops() == 4 * sum(matmuls)  # without a count: as if each branch ran each time
 
 
+def test_branches_that_are_not_taken_equally_often_count_by_their_index():
+    """Of six executions one takes the first branch and three the second; the same where another conditional has two."""
+
+    def run(x, w, wide, chosen):
+        branches = [lambda x: jnp.sin(x @ w), lambda x: jnp.sin((x @ wide) @ wide.T), lambda x: x]
+        with jax.named_scope("F"):
+            x = lax.fori_loop(0, 6, lambda i, x: lax.switch(chosen[i], branches, x), x)
+            return lax.fori_loop(0, 8, lambda i, x: lax.cond(chosen[i] > 0, branches[1], branches[0], x), x)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 16), (16, 32))]
+    text = jax.jit(run).lower(*shapes, jax.ShapeDtypeStruct((8,), jnp.int32)).compile().as_text()
+    one, other = 2 * 8 * 16 * 16, 2 * 2 * 8 * 16 * 32
+    three = {"F/cond/3/0": 1, "F/cond/3/1": 3}
+    assert hlo.read(text, three | {"F": 1, "F/cond/2/0": 7, "F/cond/2/1": 1}).flops("F") == 8 * one + 4 * other
+    assert hlo.read(text, three | {"F/cond": 4}).flops("F") == 3 * one + 5 * other
+
+
 def test_loops_with_dynamic_trip_counts_count_by_scope():
     """Ten iterations of a loop that runs four times, three of them in a loop; a loop in no given scope counts once."""
 
@@ -106,6 +123,22 @@ def test_loops_with_dynamic_trip_counts_count_by_scope():
     assert (read.flops("inner"), read.flops("")) == (10 * one, 3 * one)
     assert hlo.read(text, {"inner": 10, "outer": 6}).flops("outer") == 6 * one
     assert hlo.read(text).flops() == 7 * one
+
+
+def test_loops_of_which_one_execution_is_known():
+    """Five iterations of one that has half an iteration of another, on average."""
+
+    def run(x, w, count, sometimes):
+        def one(_, x):
+            with jax.named_scope("kind0"):
+                return lax.fori_loop(0, sometimes, lambda _, x: jnp.sin(x @ w), x)
+
+        with jax.named_scope("F"):
+            return lax.fori_loop(0, count, one, x)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 16))]
+    text = jax.jit(run).lower(*shapes, 5, 1).compile().as_text()
+    assert hlo.read(text, {"F": 5, "kind0/each": 0.5}).flops("F") == 5 / 2 * 2 * 8 * 16 * 16
 
 
 def test_heads_that_xla_takes_out_of_loops_are_not_counted_twice():

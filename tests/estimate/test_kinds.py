@@ -5,17 +5,20 @@ import dataclasses
 import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.estimate.branch_counts import counts_of_ranks
 from megajax.estimate.communication import expected
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import find_gpu
-from megajax.estimate.hlo import loop_trip_counts
+from megajax.estimate.hlo import loop_trip_counts, read
 from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.program_account import account_arguments, account_of
+from megajax.estimate.roofline import account
 from megajax.estimate.step_time import chunk_costs
 from megajax.pipeline.program import StepProgram
 from megajax.plan import dryrun
 from megajax.plan.explain import explain
 from megajax.plan.search import Question, search
-from tests import small
+from tests import gpu, small
 
 H100 = find_gpu("h100-80gb")
 # Two dense layers, then four with experts: on two stages d d s and s s s.
@@ -65,6 +68,82 @@ def test_ticks_of_such_a_program_are_not_merged():
     counts = {run: loop_trip_counts(run) for run in (mixed, every_second)}
     assert counts[mixed]["FB/cond"] == counts[every_second]["FB/cond"] == 0
     assert counts[mixed]["F/cond"] == mixed.microbatches > counts[every_second]["F/cond"]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved_1f1b", 2), ("eager_1f1b", 1), ("zb_v", 2)])
+def test_each_order_of_kinds_is_counted_as_often_as_stages_have_it(schedule, chunks):
+    """One dense layer, seven sparse ones: on a first chunk of four ranks one d and three s, or d s and three times s s."""
+    model = dataclasses.replace(SPARSE, dense_layers=1, dense_feedforward=10, layers=8)
+    run = run_of(model, pipe=4, schedule=schedule, chunks=chunks)
+    counts, passes = loop_trip_counts(run), run.microbatches
+    for op in ("F", "I", "W") if schedule == "zb_v" else ("F", "B"):
+        # In ticks in which a rank may idle a last branch does nothing.
+        every = [counts.get(f"{op}/cond/{chunks + 1}/{index}", 0) for index in range(chunks + 1)]
+        some = [counts[f"{op}/cond/{chunks + 2}/{index}"] for index in range(chunks + 1)]
+        assert [sum(both) for both in zip(every, some, strict=True)] == [
+            passes / 4,
+            passes * 3 / 4,
+            *[passes] * (chunks - 1),
+        ]
+
+
+def test_the_first_rank_has_the_dense_layer():
+    model = dataclasses.replace(SPARSE, dense_layers=1, dense_feedforward=10, layers=8)
+    run = run_of(model, pipe=4, schedule="zb_h1")
+    first, *others = counts_of_ranks(StepProgram.of(run))
+    each = lambda counts: [counts[f"{op}/cond/3/{order}"] for op in ("F", "I", "W") for order in range(2)]  # noqa: E731
+    assert each(first) == [run.microbatches, 0] * 3 and [each(one) for one in others] == 3 * [[0, run.microbatches] * 3]
+    assert counts_of_ranks(StepProgram.of(run_of(SPARSE, pipe=2))) == []
+
+
+def test_overlapping_parts_of_uneven_stages_are_counted_in_their_branches():
+    """Ranks of dualpipe_v have stages r and 7 - r: d s and s s, the others s s twice; each in whole or in halves."""
+    model = dataclasses.replace(SPARSE, dense_layers=1, dense_feedforward=10, layers=16)
+    run = run_of(model, 64, pipe=4, schedule="dualpipe_v", chunks=2)
+    counts, passes = loop_trip_counts(run), run.microbatches
+    whole = [counts[f"F/cond/4/{index}"] for index in range(3)]  # chunk 0: d s, s s; chunk 1: s s; nothing
+    halves = [counts[f"F/cond/7/{index}"] for index in range(6)]
+    assert halves[::2] == halves[1::2] and all(one > 0 for one in halves)
+    ran = [one + half for one, half in zip(whole, halves[::2], strict=True)]
+    assert ran == [passes / 4, passes * 3 / 4, passes]
+    assert counts["B/cond/7/0"] == counts["B/cond/7/1"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved_1f1b", 2), ("1f1b", 1), ("dualpipe_v", 2)])
+def test_matmuls_of_a_compiled_program_are_those_of_the_layers(schedule, chunks):
+    """One dense layer and seven or fifteen sparse ones on four ranks, which have a quarter of them on average."""
+    large = dataclasses.replace(gpu.LARGE, norm="rmsnorm", activation="swiglu", biases=False, feedforward=1536)
+    layers = 16 if schedule == "dualpipe_v" else 8
+    more = {"dense_layers": 1, "dense_feedforward": 8192, "layers": layers, "experts": 8, "experts_per_token": 2}
+    model, layout = dataclasses.replace(large, **more), {"pipe": 4, "schedule": schedule, "chunks": chunks}
+    text, _ = gpu.compile_step(model, 8, attention="xla", **layout)
+    run = gpu.run_of(model, 8, attention="xla", **layout)
+    module = read(text, loop_trip_counts(run))
+    sparse = 8 * (layers - 1) / 4
+    assert module.kernels["grouped_matmul_product"] == pytest.approx(4 * sparse)
+    assert module.kernels["grouped_matmul_add"] == pytest.approx(2 * sparse)
+    found = account_of(run, H100, text)
+    ranks = [
+        account(text, loop_trip_counts(run) | counts, *account_arguments(run, H100)[1:]).total
+        for counts in counts_of_ranks(StepProgram.of(run))
+    ]
+    assert found.account.total == pytest.approx(sum(ranks) / 4, rel=0.01) and found.seconds > max(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_kernels_of_a_compiled_program_with_a_ring_are_those_of_the_layers():
+    """A block's kind is chosen by a loop of zero or one iteration. Bubbles run blocks too: a third of the ticks more."""
+    large = dataclasses.replace(gpu.LARGE, norm="rmsnorm", activation="swiglu", biases=False, feedforward=1536)
+    more = {"moe_layer_freq": "2", "dense_feedforward": 8192, "layers": 8, "experts": 8, "experts_per_token": 2}
+    model, layout = dataclasses.replace(large, **more), {"pipe": 2, "context": 2, "schedule": "eager_1f1b"}
+    text, _ = gpu.compile_step(model, 8, attention="xla", **layout)
+    module = read(text, loop_trip_counts(gpu.run_of(model, 8, attention="xla", **layout)))
+    sparse = {name: count for name, count in module.kernels.items() if "grouped" in name}
+    print(sparse)
+    assert sparse["grouped_matmul_product"] == pytest.approx(4 * 2 * (8 + 1))
 
 
 def test_flops_by_hand():

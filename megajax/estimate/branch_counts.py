@@ -1,0 +1,107 @@
+"""How often each branch of the conditionals on blocks is taken, where stages differ: in the kinds of their layers, or in how
+many they have and run.
+
+`stage.Stack` writes one conditional for an operation of a tick, with a branch for each chunk, order of kinds and part
+(`ChunkParts.choices`), and where a rank may idle a last one that does nothing. The schedule's table says which of them each
+rank takes in each tick.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from megajax.estimate.hlo_parser import EACH, branch_key
+from megajax.pipeline.chunk_work import ChunkParts
+from megajax.pipeline.options import KIND
+from megajax.pipeline.program import StepProgram
+from megajax.pipeline.slots import OperationRow, slot_tables
+from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, WEIGHT
+
+__all__ = ["branch_counts", "counts_of_ranks", "kind_loops"]
+
+VERSIONS = 2  # of PipeDream-2BW's weights, each a chunk
+Row = tuple[int, int, int, int, int]  # rank, chunk, stage, part, parts
+
+
+def branch_counts(program: StepProgram) -> dict[str, float]:
+    """For each operation (F, B, I and W) and each branch, how often a rank takes it in a step, by `hlo_parser.branch_key`.
+
+    Where ranks differ, it is their mean. Empty where all branches are alike: stages have the same layers.
+    """
+    total: Counter[str] = Counter()
+    ranks = counts_of_ranks(program)
+    for counts in ranks:
+        total.update(counts)
+    return {key: count / len(ranks) for key, count in total.items()}
+
+
+def counts_of_ranks(program: StepProgram) -> list[dict[str, float]]:
+    """As `branch_counts`, of each rank; none where all branches are alike."""
+    layers, blocks = program.layers, program.layers.in_groups
+    if not (program.skips_slots or (layers.kinds and not layers.same_stages)):
+        return []
+    kinds = layers if layers.kinds else None
+    chunk = ChunkParts((kinds or blocks).slots, kinds, blocks.counts if program.skips_slots else None)
+    chunks = program.run.parallel.chunks if program.drains else VERSIONS
+    found: list[dict[str, float]] = [{} for _ in range(program.schedule.stages)]
+    for op, always, parts, rows in _conditionals(program) if program.drains else _without_table(program):
+        backwards = op in (BACKWARD, INPUT)
+        choices = chunk.choices(chunks, parts, backwards=backwards)
+        keys = [branch_key(op, len(choices) + (not always), index) for index in range(len(choices))]
+        for counts in found:  # those that no rank takes too: without them the parser would not know these conditionals
+            counts |= {key: counts.get(key, 0.0) for key in keys}
+        for (rank, number, stage, *part), times in rows.items():
+            bounds = chunk.part_bounds(*part, backwards=backwards)
+            if bounds[0] < bounds[1]:
+                found[rank][keys[choices.index((number, chunk.order_of(stage), *bounds))]] += times
+    return found
+
+
+def kind_loops(program: StepProgram) -> dict[str, float]:
+    """The share of a rank's slots for blocks that have each kind, of a program that chooses by loops of 0 or 1 iteration."""
+    layers = program.layers
+    slots = layers.stages * layers.slots
+    return {f"{KIND}{number}{EACH}": layers.kinds.count(kind) / slots for number, kind in enumerate(layers.kind_names)}
+
+
+def _conditionals(program: StepProgram) -> Iterator[tuple[str, bool, list[int], Counter[Row]]]:
+    """(operation, whether every rank has it in all of these ticks, the numbers of parts, how often each row occurs)."""
+    schedule = program.schedule
+    table = slot_tables(schedule)
+    forward, backward, weight = table.rows.forward, table.rows.backward, table.rows.weight
+    for segment in schedule.segments:
+        ticks = slice(segment.start, segment.stop)
+        inside = np.zeros_like(forward.on)
+        inside[ticks] = 1
+        if schedule.paired:
+            for op, rows in ((FORWARD, forward), (BACKWARD, backward)):
+                if op in segment.ops:
+                    yield op, segment.full, [1], _count(rows, rows.on & inside)
+            continue
+        both = forward.on & backward.on & inside
+        if segment.overlaps:
+            yield FORWARD, False, [OVERLAP_PARTS], _count(forward, both)
+            yield BACKWARD, False, [OVERLAP_PARTS], _count(backward, both)
+        whole = {INPUT: [1], WEIGHT: [1]} if schedule.split else {BACKWARD: table.backward_parts}
+        for op, parts in {FORWARD: [1], **whole}.items():
+            rows = {FORWARD: forward, WEIGHT: weight}.get(op, backward)
+            yield op, False, parts, _count(rows, rows.on & inside & ~both, ignores_parts=op in (INPUT, WEIGHT))
+
+
+def _without_table(program: StepProgram) -> Iterator[tuple[str, bool, list[int], Counter[Row]]]:
+    """As `_conditionals`, of PipeDream-2BW: a rank has one stage, whose two versions it runs equally often."""
+    schedule = program.schedule
+    ranks, each = range(schedule.stages), program.passes / VERSIONS
+    rows = Counter({(rank, version, rank, 0, 1): each for version in range(VERSIONS) for rank in ranks})
+    for op in (FORWARD, BACKWARD):
+        yield op, all(segment.full for segment in schedule.segments), [1], rows
+
+
+def _count(rows: OperationRow, on: np.ndarray, *, ignores_parts: bool = False) -> Counter[Row]:
+    """How often each row is one of those that are on."""
+    columns = [column[on == 1].tolist() for column in (rows.chunk, rows.stage, rows.part, rows.parts)]
+    ranks = np.nonzero(on == 1)[1].tolist()
+    if ignores_parts:
+        columns[2:] = [0] * len(ranks), [1] * len(ranks)
+    return Counter(zip(ranks, *columns, strict=True))
