@@ -14,7 +14,7 @@ from megajax.config.layer_kinds import layer_kinds
 from megajax.config.schedule_rules import SCHEDULE_OPTIONS
 from megajax.ops.attention_choice import AS_REQUESTED, FUSED, Choice
 from megajax.ops.norm_kernel import LARGEST
-from megajax.pipeline.options import embeds_ahead, merged_schedule, stashes_nothing
+from megajax.pipeline.options import embeds_ahead, merged_schedule, merged_ticks, stashes_nothing
 from megajax.pipeline.slots import send_routes, slot_tables, stage_edges
 from megajax.schedules.errors import counted
 from megajax.schedules.io import is_schedule_file, load
@@ -316,13 +316,12 @@ class StepProgram:
     def merged_ticks(self) -> int:
         """How many of a rank's forwards of a chunk run in one loop with a backward.
 
-        Of a rank that is never without work, all but those of its warm-up; where that is all of them, the last one still
-        meets the first backward, but for a single one, which is its own.
+        Of a rank that is never without work, all but those of its warm-up; where that is all, those of the table.
         """
         if not (self.merges and self.paired):
             return 0
         warm_up = self.schedule_slots.stash
-        return self.passes - warm_up if self.passes > warm_up else int(self.passes == warm_up > 1)
+        return merged_ticks(self.executed) if self.passes == warm_up else max(0, self.passes - warm_up)
 
     @property
     def slots(self) -> Slots:
