@@ -165,17 +165,18 @@ class StepProgram:
         A loop over blocks copies what they save to a stash. Without a loop it stays where it was computed, and XLA does
         not compute again what a forward already has: memory is that of `--recompute none`. So not where recomputing saves
         more: attention scores, whole blocks, or weights that ZeRO-3 gathers again. Nor where ticks merge, which run two
-        blocks side by side in a loop. And compiling takes longer with each block.
+        blocks side by side in a loop. Nor with experts, whose kernels write to the stash and add to the sums of all blocks:
+        without a loop each block has its own, stacked in the end. And compiling takes longer with each block.
         """
-        parallel = self.run.parallel
+        parallel, model = self.run.parallel, self.run.model
         saves_all = parallel.recompute == "none" or (parallel.recompute == "selective" and self.attention.name in FUSED)
         return (
             self.in_place
             and not self.merges
             and parallel.pipe == parallel.chunks == parallel.tensor == 1
-            and not (parallel.offload_activations or parallel.zero == 3 or self.kinds)
+            and not (parallel.offload_activations or parallel.zero == 3 or self.kinds or getattr(model, "experts", 0))
             and saves_all
-            and self.run.model.layers <= UNROLLED_BLOCKS
+            and model.layers <= UNROLLED_BLOCKS
             and self.drains
             and _one_stage_stashes_nothing(self.spec, self.run.microbatches)
         )
