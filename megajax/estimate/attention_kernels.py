@@ -107,11 +107,19 @@ class AttentionKernels(Kernels):
         if ranks == 1 or not elements:
             return 0.0
         if self.parallel.ring_ranks == 1:
-            here = devices_here(self.parallel, self.rates.host_size, ranks, "data")
-            part = [one * self.item / ranks for one in exchanged_elements(self.run)]
-            return (2 + 2 * backward) * sum(self.rates.all_to_all(one, ranks, here) for one in part)
+            return sum(self.exchanges(backward))
         sends, beside = self.round_ring(backward)
         return max(0.0, sends - beside)
+
+    def exchanges(self, backward: int) -> tuple[float, float]:
+        """Seconds of the exchanges for heads before attention and behind it: in a backward of all arrays, then gradients."""
+        parallel, ranks = self.parallel, self.parallel.context
+        if ranks == 1 or parallel.ring_ranks > 1 or self.model.attention is None:
+            return 0.0, 0.0
+        here = devices_here(parallel, self.rates.host_size, ranks, "data")
+        sent = (one * self.item / ranks for one in exchanged_elements(self.run))
+        queries, keys = (self.rates.all_to_all(one, ranks, here) for one in sent)
+        return (3 * queries + 2 * keys, queries + 2 * keys) if backward else (queries + 2 * keys, queries)
 
     def round_ring(self, backward: int) -> tuple[float, float]:
         """Seconds of the sends round the ring that attention waits for, and of the kernels beside them: see `around`."""

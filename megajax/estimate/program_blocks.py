@@ -290,13 +290,13 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         forward, backward, _ = self.attention
         traffic = self._forward_kernels.traffic - forward.traffic
         sent = self.sharded([(one.weights, one.experts) for one in self._products])
-        ring = self.round_ring(0), self.round_ring(1)
-        return Passes(**seconds, **sent, attention=(forward.total, backward.total), traffic=traffic, ring=ring)
+        sent |= {"ring": (self.round_ring(0), self.round_ring(1)), "exchange": (self.exchanges(0), self.exchanges(1))}
+        sent["tensor"] = self._collective if self._pairs and self._parts == 1 else 0.0
+        return Passes(**seconds, **sent, attention=(forward.total, backward.total), traffic=traffic)
 
-    def _sharded_exposed(self, exposed: Callable[[Passes], float], ring: float) -> float:
-        """Of ZeRO-3's exposed collectives in a pass those besides `ring`, the seconds of sends that are exposed anyway."""
-        rings = self.parallel.ring_ranks > 1
-        return max(0.0, exposed(self._passes) - rings * ring) if self._passes else 0.0
+    def _sharded_exposed(self, exposed: Callable[[Passes], float], sends: float) -> float:
+        """Of ZeRO-3's exposed collectives in a pass those besides `sends`, the seconds of a context's that are anyway."""
+        return max(0.0, exposed(self._passes) - sends) if self._passes else 0.0
 
     @functools.cached_property
     def forward(self) -> Work:
@@ -306,7 +306,8 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             copies = SLICE * sum(one.weights for one in self._products) / self.rates.memory
             hidden = 2 * self._collective, self._stash + copies
         exposed = self._exposed(self.sends.forward, min(hidden))
-        data = self._sharded_exposed(forward_exposed, self.around(0))
+        beside = self._passes.tensor * (2 * self._pairs - 1) if self._passes else 0.0
+        data = self._sharded_exposed(forward_exposed, self.around(0) + beside)
         communication = Work(tensor=exposed, context=self.around(0), expert=self.dispatched[0], data=data)
         offload = max(0.0, self._transfer - self._forward_kernels.total)
         return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
@@ -319,7 +320,8 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         exposed = self._exposed(self.sends.gradients, min(2 * self._collective, hidden))
         if full:
             exposed += self._exposed(self.sends.again + self.sends.sums, 0.0)
-        data = self._sharded_exposed(backward_exposed, self.around(1))
+        beside = exposed + self.weight.tensor if self._passes and self._passes.tensor and not full else 0.0
+        data = self._sharded_exposed(backward_exposed, self.around(1) + beside)
         communication = Work(
             tensor=exposed, context=self.around(1), expert=self.dispatched[1], data=data, offload=self._transfer
         )

@@ -83,8 +83,19 @@ def stashes_nothing(schedule: Schedule) -> bool:
 
 
 def is_merged(schedule: Schedule, segment: Segment) -> bool:
-    """Whether `ExecutorOptions.merged` applies to a segment: paired ticks in which every rank has both."""
-    return schedule.paired and segment.full and segment.ops == (FORWARD, BACKWARD)
+    """Whether `ExecutorOptions.merged` applies to a segment: paired ticks in which every rank has both.
+
+    And none has the backward of its own forward, which the last stage may have (`Schedule.with_later_backwards`).
+    """
+    if not (schedule.paired and segment.full and segment.ops == (FORWARD, BACKWARD)):
+        return False
+    ticks = schedule.ticks[segment.start : segment.stop]
+    return all(len({(work.chunk, work.microbatch) for work in works}) == 2 for ranks in ticks for works in ranks)
+
+
+def merged_ticks(schedule: Schedule) -> int:
+    """How many ticks of a schedule that runs (`merged_schedule`) are merged."""
+    return sum(segment.stop - segment.start for segment in schedule.segments if is_merged(schedule, segment))
 
 
 def embeds_ahead(schedule: Schedule, segment: Segment, merged: bool) -> bool:

@@ -14,7 +14,7 @@ from megajax.config.layer_kinds import layer_kinds
 from megajax.config.schedule_rules import SCHEDULE_OPTIONS
 from megajax.ops.attention_choice import AS_REQUESTED, FUSED, Choice
 from megajax.ops.norm_kernel import LARGEST
-from megajax.pipeline.options import embeds_ahead, merged_schedule, stashes_nothing
+from megajax.pipeline.options import embeds_ahead, merged_schedule, merged_ticks, stashes_nothing
 from megajax.pipeline.slots import send_routes, slot_tables, stage_edges
 from megajax.schedules.errors import counted
 from megajax.schedules.io import is_schedule_file, load
@@ -165,17 +165,18 @@ class StepProgram:
         A loop over blocks copies what they save to a stash. Without a loop it stays where it was computed, and XLA does
         not compute again what a forward already has: memory is that of `--recompute none`. So not where recomputing saves
         more: attention scores, whole blocks, or weights that ZeRO-3 gathers again. Nor where ticks merge, which run two
-        blocks side by side in a loop. And compiling takes longer with each block.
+        blocks side by side in a loop. Nor with experts, whose kernels write to the stash and add to the sums of all blocks:
+        without a loop each block has its own, stacked in the end. And compiling takes longer with each block.
         """
-        parallel = self.run.parallel
+        parallel, model = self.run.parallel, self.run.model
         saves_all = parallel.recompute == "none" or (parallel.recompute == "selective" and self.attention.name in FUSED)
         return (
             self.in_place
             and not self.merges
             and parallel.pipe == parallel.chunks == parallel.tensor == 1
-            and not (parallel.offload_activations or parallel.zero == 3 or self.kinds)
+            and not (parallel.offload_activations or parallel.zero == 3 or self.kinds or getattr(model, "experts", 0))
             and saves_all
-            and self.run.model.layers <= UNROLLED_BLOCKS
+            and model.layers <= UNROLLED_BLOCKS
             and self.drains
             and _one_stage_stashes_nothing(self.spec, self.run.microbatches)
         )
@@ -316,13 +317,12 @@ class StepProgram:
     def merged_ticks(self) -> int:
         """How many of a rank's forwards of a chunk run in one loop with a backward.
 
-        Of a rank that is never without work, all but those of its warm-up; where that is all of them, the last one still
-        meets the first backward, but for a single one, which is its own.
+        Of a rank that is never without work, all but those of its warm-up; where that is all, those of the table.
         """
         if not (self.merges and self.paired):
             return 0
         warm_up = self.schedule_slots.stash
-        return self.passes - warm_up if self.passes > warm_up else int(self.passes == warm_up > 1)
+        return merged_ticks(self.executed) if self.passes == warm_up else max(0, self.passes - warm_up)
 
     @property
     def slots(self) -> Slots:

@@ -168,13 +168,14 @@ def collectives_in_flight(parallel: ParallelConfig) -> int:
     Four instead of one: in a merged tick one of a forward and one of a backward wait for matmuls at the same time, and the
     sums over replicas at a step's end overlap. With two tensor ranks each collective is so short that XLA's scheduler hides
     more of them one at a time: 77% against 69% of their time for Llama-2 7B, but 48% against 63% for GPT-3 175B with eight
-    (`python -m benchmarks.compiled account`).
+    (`python -m benchmarks.compiled account`). With ZeRO-3, whose gathers take longer, one at a time takes 1 to 5% more of a
+    step (Llama 3.1 8B on H100s, Qwen2.5 1.5B on RTX 4090s).
 
     In flight is not at the same time: XLA has one stream for them unless multi-streaming is on (openxla/xla#17749), where
     they run one after the other in the order of the program, which is the same on all devices (tests/collective_order.py).
     Only sends between stages are on a stream of their own, with any limit; `gpu_environment.LAUNCH_ORDER` is for these two.
     """
-    return 1 if parallel.tensor == 2 else 4
+    return 1 if parallel.tensor == 2 and parallel.zero < 3 else 4
 
 
 def step_options(parallel: ParallelConfig, device: jax.Device) -> dict[str, int]:

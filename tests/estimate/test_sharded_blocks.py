@@ -21,6 +21,8 @@ ONE = Passes(
     attention=(4.0, 8.0),
     traffic=2.0,
     ring=((0.0, 0.0), (0.0, 0.0)),
+    exchange=((0.0, 0.0), (0.0, 0.0)),
+    tensor=0.0,
     gated=False,
     biased=False,
     full=False,
@@ -75,6 +77,30 @@ def test_sends_round_a_ring_wait_for_the_gathers_before_them():
     # scatter takes 6 s, in which nothing runs. Three matmuls of 2 s are left, and 3 * 6 + 1 s of scatters after the first.
     ring = ONE._replace(ring=((0.0, 0.0), (1.0, 8.0)))
     assert backward_exposed(ring) == pytest.approx(2.5 + 1 + 2 + 6 + (2 + 3 * 6 + 1 - 6))
+
+
+def test_what_waits_for_an_exchange_for_heads():
+    # A forward waits 4 s for the first weight, then 1 s for the exchange behind 2 s of kernels; 4 s of attention, and the
+    # exchange of its output from 11 to 13, where the gathers start: at 16, 19, 22, and others' at 23. The second, third and
+    # fourth matmul wait 5, 2 and 1 s (a second of traffic before the last), the end 0 s.
+    exchanged = ONE._replace(exchange=((1.0, 2.0), (1.0, 2.0)))
+    assert forward_exposed(exchanged) == pytest.approx(4 + 1 + 2 + 3 + 2 + 1)
+    # A backward until attention as without: the third weight's, the second's. The last gradient's matmul, of 2 s, beside the
+    # exchange that waits for the first weight's and others' gathers, 3 s more. The scatter takes 6 s of attention's 8; then
+    # the second exchange.
+    assert backward_exposed(exchanged) == pytest.approx(2.5 + 1 + 2 + 3 + 2 + (2 + 3 * 6 + 1 - 6))
+
+
+def test_tensor_parallel_matmuls_wait_for_gathers_pair_by_pair():
+    # A gather over the tensor group takes half a second. Half of others' gathers, it, and the weight: 4.5 s. A second of
+    # matmul, 4 of attention, a half of traffic: the second weight is there. Half a second to scatter. The second pair: 4.5 s
+    # again; the fourth weight is there 3 s later, after 1.5 s. The last scatter is not in it.
+    split = ONE._replace(tensor=0.5)
+    assert forward_exposed(split) == pytest.approx(4.5 + 0.5 + 4.5 + 1.5)
+    # A backward: the last weight at 3.5, the third at 6.5, and half of others' gathers behind the scatter at 8; the second
+    # one at 13. All of the last gradient's scatter. The gather over the tensor group for the third gradient waits for the
+    # second's scatter, 4.5 s. The third's and the first's scatters, and others', end 11 s after the last matmul.
+    assert backward_exposed(split) == pytest.approx(3 + 1.5 + 1.5 + 3 + 6 + 4.5 + 11)
 
 
 def test_slow_links_expose_more_than_their_share():

@@ -212,11 +212,13 @@ def test_gradients_of_pairs_beside_whole_backwards(in_place, layers, tmp_path):
     check(str(path), 2, 4, 1, layers=layers, program={"in_place": in_place})
 
 
-MERGED = [("interleaved_1f1b", 2, 6, 2, 2), ("interleaved_1f1b", 1, 5, 1, 1)]  # the second: the stash's slots are apart
+# The second: the stash's slots are apart. The third: no tick can be merged, and the only one has both passes.
+MERGED = [("interleaved_1f1b", 2, 6, 2, 2), ("interleaved_1f1b", 1, 5, 1, 1), ("interleaved_1f1b", 1, 1, 1, 1)]
 MERGED_LONG = [
     ("eager_1f1b", 4, 8, 1, 1),
     ("interleaved_1f1b", 4, 12, 2, 1), ("interleaved_1f1b", 2, 4, 4, 1), ("gpipe", 1, 3, 1, 1), ("looped_bfs", 2, 4, 2, 1),
     ("eager_1f1b", 2, 1, 1, 1), ("interleaved_1f1b", 1, 2, 1, 2), ("1f1b", 2, 4, 1, 1),
+    ("interleaved_1f1b", 1, 1, 2, 1), ("eager_1f1b", 2, 3, 1, 1), ("looped_bfs", 1, 3, 2, 1),
 ]  # fmt: skip
 
 
@@ -225,7 +227,7 @@ MERGED_LONG = [
     MERGED + [pytest.param(*case, marks=pytest.mark.slow) for case in MERGED_LONG],
 )
 def test_gradients_with_merged_ticks(name, stages, microbatches, chunks, data):
-    """A forward and a backward in one loop over blocks; two of the schedules have no tick to merge."""
+    """A forward and a backward in one loop over blocks; some of the schedules have no tick to merge."""
     check(name, stages, microbatches, chunks, data, program={"in_place": True, "merged": True})
 
 

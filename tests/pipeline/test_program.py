@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig, preset
-from megajax.pipeline.options import is_merged, stashes_nothing
+from megajax.pipeline.options import merged_ticks, stashes_nothing
 from megajax.pipeline.program import StepProgram
 from megajax.pipeline.slots import slot_tables
 from megajax.runtime.mesh import make_mesh
@@ -66,16 +66,23 @@ def test_slots_and_merged_ticks_are_those_of_the_table_that_runs(number):
     program = StepProgram.of(RUNS[number])
     table = slot_tables(program.executed)
     assert program.slots == (table.stash_slots, table.kept_slots, sum(table.inbox_slots.values()) + 2)
-    merged = [one for one in program.executed.segments if program.merges and is_merged(program.executed, one)]
-    assert program.merged_ticks == sum(one.stop - one.start for one in merged)
+    assert program.merged_ticks == (merged_ticks(program.executed) if program.merges else 0)
     assert program.paired == program.schedule.paired
     assert not program.unrolls or stashes_nothing(program.executed)
 
 
-def test_a_single_microbatch_meets_no_backward_of_another():
-    run = RunConfig(preset("tiny"), ParallelConfig(tensor=2), TrainConfig(global_batch_size=1))
-    program = StepProgram.of(run)
-    assert program.merges and program.paired and program.merged_ticks == 0
+OWN = [("interleaved_1f1b", 1, 1, 1), ("eager_1f1b", 2, 1, 3), ("looped_bfs", 1, 1, 3)]
+
+
+@pytest.mark.parametrize(("schedule", "pipe", "chunks", "microbatches"), OWN)
+def test_no_tick_merges_where_one_with_both_passes_has_the_backward_of_its_own_forward(
+    schedule, pipe, chunks, microbatches
+):
+    """Nor in the schedule with later backwards."""
+    parallel = ParallelConfig(tensor=2, pipe=pipe, chunks=chunks, schedule=schedule)
+    program = StepProgram.of(RunConfig(preset("tiny"), parallel, TrainConfig(global_batch_size=microbatches)))
+    assert program.merges and program.paired and any(one.full for one in program.executed.segments)
+    assert program.merged_ticks == merged_ticks(program.executed) == 0
 
 
 @pytest.mark.parametrize("number", range(COUNT))
@@ -150,6 +157,16 @@ def test_a_program_describes_itself():
     assert program.layers.placement.name == "v" and program.vocabulary_over_pipe
     assert not StepProgram.of(run, vocabulary_over_pipe=False).vocabulary_over_pipe  # of a user's rules
     assert program.schedule_of(4).microbatches == 4
+
+
+def test_blocks_with_experts_run_in_a_loop():
+    """Their gradients are added to sums of all layers; without a loop OLMoE's took 22 GB more on 8 A100s, and 13% longer."""
+    unrolls = lambda model: (
+        StepProgram.of(  # noqa: E731
+            RunConfig(preset(model), ParallelConfig(data=8, attention="cudnn"), TrainConfig(global_batch_size=8))
+        ).unrolls
+    )
+    assert unrolls("llama3.2-1b") and not unrolls("olmoe-1b-7b")
 
 
 def test_one_stage_of_experts_over_replicas_merges_ticks_and_does_not_unroll(monkeypatch):

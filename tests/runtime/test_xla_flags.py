@@ -51,13 +51,16 @@ def test_what_others_saw_hang_is_left_off(name):
 
 
 @pytest.mark.parametrize(
-    ("tensor", "users", "expected"),
-    [(1, "", 4), (2, "", 1), (8, "", 4), (8, "--xla_gpu_experimental_parallel_collective_overlap_limit=2", None)],
-)
-def test_collectives_in_flight(monkeypatch, tensor, users, expected):
+    ("tensor", "zero", "users", "expected"),
+    [
+        (1, 1, "", 4), (2, 1, "", 1), (2, 3, "", 4), (8, 1, "", 4),
+        (8, 1, "--xla_gpu_experimental_parallel_collective_overlap_limit=2", None),
+    ],
+)  # fmt: skip
+def test_collectives_in_flight(monkeypatch, tensor, zero, users, expected):
     monkeypatch.setattr(xla_flags, "updates_in_place", lambda device: True)
     monkeypatch.setenv("XLA_FLAGS", users)
-    found = xla_flags.step_options(ParallelConfig(tensor=tensor), None)
+    found = xla_flags.step_options(ParallelConfig(tensor=tensor, zero=zero), None)
     assert found.get("xla_gpu_experimental_parallel_collective_overlap_limit") == expected
 
 
