@@ -94,8 +94,9 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         rows, k, n = self.rows, one.inputs, one.outputs
         if one.experts:
             values = k + n + (self.model.experts.chosen - 1) * self.model.hidden
-            added = self.program.experts_in_place and not self.program.unrolls
-            sums = 8 if added else 4  # bytes of a gradient's element, read and written, or written
+            sums = (
+                8 if self.program.experts_in_place else 4
+            )  # bytes of a gradient's element, read and written, or written
             moved = self.item * self.room * rows * values + one.experts * (sums if of == "weights" else self.item)
             written = (
                 one.experts * 4 if of == "weights" else self.item * self.room * rows * (k if of == "inputs" else n)

@@ -79,6 +79,13 @@ def test_sends_round_a_ring_wait_for_the_gathers_before_them():
     assert backward_exposed(ring) == pytest.approx(2.5 + 1 + 2 + 6 + (2 + 3 * 6 + 1 - 6))
 
 
+def test_merged_passes_gather_the_mlps_of_the_backward_then_attentions_then_the_forwards():
+    # The last two weights, after half a second of traffic each, 2.5 and 1.5 s. Of attention the forward's first weight, with
+    # others', 5 s; the other three, 11 s, of which 5 of kernels hide 6. The forward's MLP, 6 s beside 3 of kernels. Four
+    # scatters: the first ends 2 s after 4 of kernels, three more behind it, and others': 15 s after the last matmul.
+    assert merged_exposed(ONE) == pytest.approx(2.5 + 1.5 + 5 + 6 + 3 + 15)
+
+
 def test_what_waits_for_an_exchange_for_heads():
     # A forward waits 4 s for the first weight, then 1 s for the exchange behind 2 s of kernels; 4 s of attention, and the
     # exchange of its output from 11 to 13, where the gathers start: at 16, 19, 22, and others' at 23. The second, third and

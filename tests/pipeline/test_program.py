@@ -161,11 +161,11 @@ def test_a_program_describes_itself():
 
 def test_blocks_with_experts_run_in_a_loop():
     """Their gradients are added to sums of all layers; without a loop OLMoE's took 22 GB more on 8 A100s, and 13% longer."""
-    unrolls = lambda model: (
-        StepProgram.of(  # noqa: E731
-            RunConfig(preset(model), ParallelConfig(data=8, attention="cudnn"), TrainConfig(global_batch_size=8))
-        ).unrolls
-    )
+    layout = ParallelConfig(data=8, attention="cudnn")
+
+    def unrolls(model: str) -> bool:
+        return StepProgram.of(RunConfig(preset(model), layout, TrainConfig(global_batch_size=8))).unrolls
+
     assert unrolls("llama3.2-1b") and not unrolls("olmoe-1b-7b")
 
 
