@@ -23,6 +23,7 @@ MODELS = {
     "documents": "--reset-attention-mask",
     "llama": LLAMA,
     "sliding window": f"{LLAMA} --sliding-window 32",
+    "sinks": f"{LLAMA} --sliding-window 32 --attention-sinks",
     "latent attention": "--norm rmsnorm --activation swiglu --positions rotary --no-tied-embeddings --no-qkv-biases"
     " --head-size 32 --kv-latent 48 --query-latent 64 --rotary-head-size 16 --value-head-size 32",
     "mamba2": f"{MIXER} --mixer mamba2 --recurrent-groups 2 --recurrent-state 16",
@@ -116,7 +117,7 @@ def _losses(tiny: bool) -> Iterator[Case]:
             yield _loss_case(f"gpt fp32 {options}", "gpt3", "fp32", options, exact=True)
         # With XLA's attention blocks are in a loop, where kernels of gated MLPs and norms run.
         yield _loss_case("llama bf16 in a loop", "gpt3", "bf16", "--attention xla", LLAMA)
-        for name in ("documents", "sliding window"):
+        for name in ("documents", "sliding window", "sinks"):
             yield _loss_case(f"{name} bf16 tokamax", "gpt3", "bf16", "--attention tokamax", MODELS[name], may_lack=True)
         yield _loss_case("gpt bf16, matmuls in fp8", "gpt3", "bf16", "--matmul-dtype fp8", limit="fp8")
 

@@ -56,7 +56,7 @@ class ModelSizes:
     @property
     def unfused_attention(self) -> str:
         """A field that attention by fused kernels, or round a ring, does not have; "": none."""
-        return "attention_softcap" if self.attention_softcap else "attention_sinks" if self.attention_sinks else ""
+        return "attention_softcap" if self.attention_softcap else ""
 
     @property
     def block_norms(self) -> int:

@@ -217,8 +217,8 @@ def _operations(run: RunConfig, rules: AxisRules, attention: Choice, device: jax
         return operations
     kernel = _kernel(attention, parallel, device)
 
-    def attend(query, key, value, document=None, padding=None, causal=True):
-        return fused_attention(query, key, value, kernel, document, padding, causal)
+    def attend(query, key, value, document=None, padding=None, causal=True, sinks=None):
+        return fused_attention(query, key, value, kernel, document, padding, causal, sinks)
 
     return operations._replace(attend=attend)
 

@@ -59,7 +59,7 @@ def _model_costs(config: ModelConfig) -> ModelCosts:
         mixer_whole = latent_parameters(config)[1]
     if not is_attention:
         mixer_whole = config.state_head_size if config.mixer == "gated_delta" else 0
-    normed = 2 * (heads + groups) * int(config.query_key_norm or config.rotated_norm)
+    normed = 2 * (heads + groups) * (config.query_key_norm or config.rotated_norm) + 2 * heads * config.attention_sinks
     return ModelCosts(
         layers=config.layers,
         hidden=hidden,
@@ -110,7 +110,7 @@ def _model_costs(config: ModelConfig) -> ModelCosts:
             residual_passes=2 * config.block_norms
             + (mixes + has_mlp) * 3,  # norms (read, write), additions (read two, write)
             masks=2,
-            # the activation function; queries, keys and values (read, write); and the norm of queries and keys
+            # the activation function; queries, keys and values (read, write); the norm of queries and keys, and sinks
             inner=mlp.up
             + mlp.inner
             + 2 * query_key_value

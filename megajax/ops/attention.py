@@ -5,6 +5,10 @@ fused kernel's forward and backward each enter a `shard_map` over "tensor" of th
 rank's heads. The forward saves its output and the softmax's statistics, one number per query, and names both for
 `jax.checkpoint`: a backward that has both does not run the forward again (2205.14135 section 3.1, 2307.08691).
 
+No kernel knows sinks. With one more score of a head the softmax of the keys is what it was times exp(statistics) /
+(exp(statistics) + exp(sink)), and a kernel's backward takes output and statistics of a softmax over more keys than its own.
+So the forward's results are changed, the backward gets them, and a sink's gradient follows from both.
+
 Shapes: b samples, s queries, t keys, a heads of size d in g groups that share a key and a value, n = a / g.
 """
 
@@ -48,7 +52,7 @@ NAMES = ("context", "attention_statistics")  # saved by the forward, as megajax.
 
 
 class Scoring(NamedTuple):
-    """What attention does to its scores besides hiding some; fused kernels do nothing of it.
+    """What attention does to its scores besides hiding some; of it fused attention has sinks only.
 
     Attributes:
       drop: dropout on the probabilities.
@@ -182,6 +186,7 @@ def fused_attention(
     document: jax.Array | None = None,
     padding: jax.Array | None = None,
     causal: bool = True,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(query key^T / sqrt(d)) value over the keys that each query sees; needs a mesh with a "tensor" axis set.
 
@@ -198,40 +203,58 @@ def fused_attention(
         tokens attend to their own document only; causal only.
       padding: int32 [b], the number of tokens at the end of each sample that nothing attends to; not causal only.
       causal: whether keys after their query are hidden.
+      sinks: one more score of each head, [g, n], groups split over tensor, see `softmax_with_sinks`; None: there is none.
 
     Returns:
       [b, s, g, n, d], named "context" where it is differentiated.
     """
-    return _forward(query, key, value, kernel, document, padding, causal)[0]
+    return _forward(query, key, value, kernel, document, padding, causal, sinks)[0]
 
 
-def _forward(query, key, value, kernel, document, padding, causal):
+def _forward(query, key, value, kernel, document, padding, causal, sinks):
     assert (document if not causal else padding) is None
 
-    def local(query, key, value, document, padding):
+    def local(query, key, value, document, padding, sinks):
         key, value = (_reversed(x, padding) for x in (key, value))
         first = document if padding is None else jnp.broadcast_to(padding[:, None], query.shape[:2])
         output, statistics = kernel.forward(join_heads(query), key, value, causal, first)
+        if sinks is not None:
+            output, statistics = _with_sinks(output, statistics, sinks)
         return output.reshape(query.shape), statistics
 
-    specs = (HEADS, HEADS, HEADS, P(), P()), (HEADS, STATISTICS)
-    output, statistics = map(
-        checkpoint_name, on_tensor_shards(local, *specs)(query, key, value, document, padding), NAMES
-    )
-    return output, (query, key, value, output, statistics, document, padding)
+    specs = (HEADS, HEADS, HEADS, P(), P(), P(TENSOR)), (HEADS, STATISTICS)
+    results = on_tensor_shards(local, *specs)(query, key, value, document, padding, sinks)
+    output, statistics = map(checkpoint_name, results, NAMES)
+    return output, (query, key, value, output, statistics, document, padding, sinks)
 
 
 def _backward(kernel, causal, residuals, gradient):
-    def local(query, key, value, output, statistics, document, padding, gradient):
+    def local(query, key, value, output, statistics, document, padding, sinks, gradient):
         joined = map(join_heads, (query, output, gradient))
         query_, output, gradient = joined
         key, value = (_reversed(x, padding) for x in (key, value))
         first = document if padding is None else jnp.broadcast_to(padding[:, None], query.shape[:2])
         dq, dk, dv = kernel.backward(query_, key, value, output, statistics, gradient, causal, first)
-        return dq.reshape(query.shape), _reversed(dk, padding), _reversed(dv, padding)
+        of_sinks = None if sinks is None else _gradient_of_sinks(output, statistics, sinks, gradient)
+        return dq.reshape(query.shape), _reversed(dk, padding), _reversed(dv, padding), of_sinks
 
-    specs = (*[HEADS] * 4, STATISTICS, P(), P(), HEADS)
-    return *on_tensor_shards(local, specs, (HEADS,) * 3)(*residuals, gradient), None, None
+    specs = (*[HEADS] * 4, STATISTICS, P(), P(), P(TENSOR), HEADS), (*[HEADS] * 3, P(TENSOR))
+    *of_arrays, of_sinks = on_tensor_shards(local, *specs)(*residuals, gradient)
+    return *of_arrays, None, None, of_sinks
+
+
+def _with_sinks(output: jax.Array, statistics: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A kernel's results with one more score of each head, [g, n]: output [b, s, a, d] and statistics [b, a, s]."""
+    total = jnp.logaddexp(statistics, sinks.astype(jnp.float32).reshape(-1, 1))
+    share = jnp.exp(statistics - total).swapaxes(1, 2)[..., None]
+    return (output.astype(jnp.float32) * share).astype(output.dtype), total
+
+
+def _gradient_of_sinks(output, statistics, sinks, gradient) -> jax.Array:
+    """A sink has the probability p of no value: its gradient is -p (output . its gradient), summed over the queries."""
+    along = jnp.einsum("bsad,bsad->bas", gradient, output, preferred_element_type=jnp.float32)
+    shares = jnp.exp(sinks.astype(jnp.float32).reshape(-1, 1) - statistics)
+    return -(shares * along).sum((0, 2)).reshape(sinks.shape).astype(sinks.dtype)
 
 
 def _reversed(x: jax.Array, padding: jax.Array | None) -> jax.Array:

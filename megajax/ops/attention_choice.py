@@ -12,7 +12,7 @@ With "auto", the first that the GPU, the model and the mask allow:
 | | | | cuDNN's five; tokamax's forward takes 0.94 to 0.98 of cuDNN's time (its own, on an A100) |
 
 A sliding window of all layers is cuDNN's on all of them; masks of documents and of padding, chunks, and windows that differ
-between layers, are tokamax's. Soft caps and sinks are XLA's.
+between layers, are tokamax's; sinks are added to either's results. Soft caps are XLA's.
 """
 
 from collections.abc import Collection
@@ -108,8 +108,8 @@ def mask_of(documents: bool, attention: Any) -> str | None:
       attention: a model's, with `unfused`, `causal` and `differ` (`FusableAttention`, `costs.Attention`).
 
     Returns:
-      A field that no fused kernel has, "attention_softcap" or "attention_sinks"; "documents"; "padding" at the end of
-      samples; "windows" that differ between layers, or chunks; None: nothing.
+      A field that no fused kernel has, "attention_softcap"; "documents"; "padding" at the end of samples; "windows" that
+      differ between layers, or chunks; None: nothing that a kernel would have to know.
     """
     if attention.unfused:
         return attention.unfused

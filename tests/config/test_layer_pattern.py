@@ -118,15 +118,20 @@ def test_a_kind_without_positions_has_no_scaling():
     dataclasses.replace(small.LLAMA, layer_pattern="a,b", kind_fields=("b.positions=none",), **fields).validate()
 
 
-@pytest.mark.parametrize("field", ["attention_sinks", "attention_softcap"])
-def test_rings_have_neither_caps_nor_sinks(field):
-    model = dataclasses.replace(MIXED, **{field: True if field == "attention_sinks" else 5.0})
-    assert mask_of(True, model_costs(model).attention) == field
+def test_rings_have_no_caps():
+    model = dataclasses.replace(MIXED, attention_softcap=5.0)
+    assert mask_of(True, model_costs(model).attention) == "attention_softcap"
     with pytest.raises(
-        ConfigError, match=f"{field} = .* is not computed by the kernels of attention .*pass --context 1"
+        ConfigError, match="attention_softcap = .* is not computed by the kernels of attention .*pass --context 1"
     ):
         model.check_parallel(ParallelConfig(context=2))
     MIXED.check_parallel(ParallelConfig(context=2))
+
+
+def test_kernels_and_rings_have_sinks():
+    model = dataclasses.replace(MIXED, attention_sinks=True)
+    assert mask_of(False, model_costs(model).attention) == "windows"
+    model.check_parallel(ParallelConfig(context=2))
 
 
 def test_presets_with_kinds():

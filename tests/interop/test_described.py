@@ -46,8 +46,8 @@ LAYOUTS = {
     "context 2": dict(context=2, pipe=2),
     "context 2, tensor 2": dict(context=2, tensor=2),
 }
-# Ring attention has no soft caps, sinks and states, and needs stages with one order of dense and sparse layers.
-WITHOUT_CONTEXT = ("deepseek_v2", "deepseek_v3", "gemma2", "glm4_moe", "gpt_oss", "qwen2_moe", "mamba2", "qwen3_next")
+# Ring attention has no soft caps and states, and needs stages with one order of dense and sparse layers.
+WITHOUT_CONTEXT = ("deepseek_v2", "deepseek_v3", "gemma2", "glm4_moe", "qwen2_moe", "mamba2", "qwen3_next")
 WITHOUT_CONTEXT += ("granitemoehybrid", "nemotron_h", "dots1")
 CASES = [
     (family, layout)

@@ -114,7 +114,7 @@ def test_fused_attention_runs_again_only_under_full_recompute():
         block = small.build_model(
             model,
             recompute=mode,
-            operations=plain_operations()._replace(attend=lambda q, k, v, _: fused_attention(q, k, v, kernel)),
+            operations=plain_operations()._replace(attend=lambda q, k, v, *_, sinks: fused_attention(q, k, v, kernel)),
         ).block
         weights = jax.tree.map(lambda a: a[0], small.busy_params(model)["blocks"])
         x = np.ones((2, 16, 32), np.float32)

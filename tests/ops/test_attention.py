@@ -116,39 +116,69 @@ MASKS = {
     "documents": ([[1, 1, 5, 5, 5, 5, 5, 5, 5, 7], [0] * 9 + [1]], None),
     "window": (None, 3),
     "both": ([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]] * 2, 4),
+    "sinks": (None, None),
+    "all": ([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]] * 2, 4),
 }
-QUICK = ("both-xla", "both-interpreted")
+SINKS = ("sinks", "all")
+QUICK = ("all-xla", "all-interpreted")
 
 
 @pytest.mark.parametrize(
-    ("documents", "window", "kernel"),
+    ("documents", "window", "with_sinks", "kernel"),
     [
-        pytest.param(*mask, kernel, id=f"{kind}-{name}", marks=() if f"{kind}-{name}" in QUICK else pytest.mark.slow)
+        pytest.param(
+            *mask,
+            kind in SINKS,
+            kernel,
+            id=f"{kind}-{name}",
+            marks=() if f"{kind}-{name}" in QUICK else pytest.mark.slow,
+        )
         for kind, mask in MASKS.items()
         for name, kernel in (("xla", XLA), ("interpreted", INTERPRETED))
     ],
 )
-def test_documents_and_windows_equal_plain_attention_inside_the_executors_shard_map(kernel, documents, window):
+def test_documents_windows_and_sinks_equal_plain_attention_inside_the_executors_shard_map(
+    kernel, documents, window, with_sinks
+):
     """Two groups of two heads, split over tensor; a document ends after every number that changes."""
     mesh = jax.make_mesh((2, 2, 2), (*MANUAL, "tensor"), axis_types=(AxisType.Auto,) * 3)
     draw = lambda seed, *shape: np.float32(np.random.default_rng(seed).normal(size=shape))  # noqa: E731
     query, gradient, key, value = (draw(seed, 2, 10, 2, *[2] * (seed < 2), 8) for seed in range(4))
+    sinks = (draw(4, 2, 2) + 1,) if with_sinks else ()
     numbers = None if documents is None else jnp.array(documents, jnp.int32)
-    plain = partial(plain_attention, scoring=Scoring(), document=numbers, window=window)
-    want = both_ways(plain)(gradient, query, key, value)
 
-    def step(numbers, *arrays):
+    def plain(query, key, value, *sinks):
+        return plain_attention(
+            query, key, value, Scoring(sinks=sinks[0] if sinks else None), document=numbers, window=window
+        )
+
+    want = both_ways(plain)(gradient, query, key, value, *sinks)
+
+    def step(numbers, sinks, *arrays):
         query, key, value, gradient = (lax.pcast(a, "pipe", to="varying") for a in arrays)
+        sinks = [lax.pcast(one, MANUAL, to="varying") for one in sinks]
         starts = None if numbers is None else document_starts(numbers)
-        attend = lambda *arrays: fused_attention(*arrays, with_window(kernel, window), starts)  # noqa: E731
-        output, vjp = jax.vjp(attend, query, key, value)
-        return jax.tree.map(lambda a: a[None], (output, *vjp(gradient)))
 
-    run = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("pipe", "data"), axis_names=set(MANUAL))
+        def attend(query, key, value, *sinks):
+            return fused_attention(query, key, value, with_window(kernel, window), starts, None, True, *sinks)
+
+        output, vjp = jax.vjp(attend, query, key, value, *sinks)
+        *of_arrays, of_sinks = *vjp(gradient), *[None] * (not sinks)
+        return jax.tree.map(lambda a: a[None], ((output, *of_arrays), of_sinks))
+
+    run = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P("data"), P(), *[P("data")] * 4),
+        out_specs=(P("pipe", "data"), P(("pipe", "data"))),
+        axis_names=set(MANUAL),
+    )
     sharding = NamedSharding(mesh, P("data", None, "tensor"))
     sharded = [jax.device_put(a, sharding) for a in (query, key, value, gradient)]
-    for got, want_ in zip(jax.jit(run)(numbers, *sharded), want, strict=True):
-        np.testing.assert_allclose(got[0], want_, rtol=1e-5, atol=1e-5)
+    of_arrays, of_sinks = jax.jit(run)(numbers, jax.device_put(sinks, NamedSharding(mesh, P("tensor"))), *sharded)
+    got = [one[0] for one in of_arrays] + ([of_sinks[:2].sum(0)] if with_sinks else [])
+    for got_, want_ in zip(got, want, strict=True):
+        np.testing.assert_allclose(got_, want_, rtol=1e-5, atol=1e-5)
 
 
 def test_document_starts():
@@ -306,12 +336,11 @@ def test_compiled_for_h100s_a_window_is_cudnns():
     assert text.count('"sliding_window_length": 700') == text.count('custom_call_target="__cudnn$fmha')
 
 
-@pytest.mark.parametrize("mask", ["attention_sinks", "attention_softcap"])
-def test_caps_and_sinks_are_xlas(mask):
-    choice = choose_attention("auto", **FITS | {"mask": mask})
-    assert (choice.name, choice.reason) == ("xla", f"fused kernels have no {mask}, which this model has")
-    with pytest.raises(ConfigError, match=f"attention = tokamax, but fused kernels have no {mask}"):
-        choose_attention("tokamax", **FITS | {"mask": mask})
+def test_caps_are_xlas():
+    choice = choose_attention("auto", **FITS | {"mask": "attention_softcap"})
+    assert (choice.name, choice.reason) == ("xla", "fused kernels have no attention_softcap, which this model has")
+    with pytest.raises(ConfigError, match="attention = tokamax, but fused kernels have no attention_softcap"):
+        choose_attention("tokamax", **FITS | {"mask": "attention_softcap"})
 
 
 def test_windows_that_differ_are_tokamaxs():

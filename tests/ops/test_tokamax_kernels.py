@@ -97,6 +97,7 @@ MASKS = {
         {"documents": True, "context": 2, "tensor": 2},
     ),
     "a ring": (SHAPE, {"context": 2}),
+    "sinks": (dataclasses.replace(SHAPE, attention_sinks=True), {}),
     "heads of 80": (dataclasses.replace(SHAPE, hidden=320), {}),
     "heads of 256": (dataclasses.replace(SHAPE, hidden=1024), {}),
 }

@@ -27,10 +27,12 @@ LAYOUTS = [
     ((1, 2, 4), {"schedule": "zb_v", "chunks": 2}),
     ((2, 1, 4), {"schedule": "1f1b", "zero": 3}),
     ((1, 2, 4), {"schedule": "interleaved_1f1b", "chunks": 2, "recompute": "full", "sequence_parallel": False}),
+    ((1, 2, 4), {"schedule": "1f1b", "attention": "tokamax"}),
+    ((1, 1, 4), {"context": 2}),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout[1]["schedule"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout[1].get("schedule", "context"))
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_and_gradients(model, layout):
     mesh, options = layout

@@ -68,10 +68,9 @@ class Attention(nnx.Module):
 
         `lora_drop`: of adapters.
         """
-        axes, gate = (
-            QKV if self.groups == self.config.key_value_heads else (*QKV[:2], None, None, "head_elements"),
-            None,
-        )
+        axes, gate = QKV, None
+        if self.groups != self.config.key_value_heads:
+            axes = (*QKV[:2], None, None, "head_elements")
         if self.config.attention_gate:
             both = checkpoint_name(self.query_gate(y, self.operations.column, (*QKV, None)), "qkv")
             key_value = checkpoint_name(self.key_value(y, self.operations.column, QKV), "qkv")
@@ -166,7 +165,9 @@ class Attention(nnx.Module):
             positions = positions[:, None, None, :, None]
         window = self.window(layer, positions)
         drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
-        sinks = self.sinks[...].reshape(self.groups, -1) if self.config.attention_sinks else None
+        sinks = self.sinks[...] if self.config.attention_sinks else None
+        if sinks is not None and len(sinks) != self.groups:  # whole first, and so is its gradient: no permutes
+            sinks = self.constrain(sinks.reshape(self.groups, -1), None, None)
         scoring = Scoring(drop, self.config.attention_softcap, sinks)
         both_ways = {} if self.config.causal else {"causal": False, "padding": microbatch.get("padding")}
         if cache is None:
@@ -181,7 +182,7 @@ class Attention(nnx.Module):
                 places = microbatch.get("places", places)
                 reach = jnp.broadcast_to(jnp.maximum(places - (window - 1), 0), query.shape[:2])
                 document = reach if document is None else jnp.maximum(document, reach)
-            context = self.operations.attend(query, key, value, document, **both_ways)
+            context = self.operations.attend(query, key, value, document, sinks=sinks, **both_ways)
         context = context.reshape(*y.shape[:2], self.config.heads, -1)
         if context.shape[-1] != self.config.value_dimension:  # padded for a kernel
             context = context[..., : self.config.value_dimension]
