@@ -11,6 +11,7 @@ import numpy as np
 
 from megajax.estimate.communication import BlockSends, block_sends
 from megajax.estimate.expert_dispatch import by_all_to_all, expert_seconds, sent_share
+from megajax.estimate.kept import kept_by_experts
 from megajax.estimate.program_kernels import Kernels, Work
 
 __all__ = ["EXPERTS_HIDDEN", "SLICE", "ExpertKernels"]
@@ -18,13 +19,16 @@ __all__ = ["EXPERTS_HIDDEN", "SLICE", "ExpertKernels"]
 SLICE = 4  # bytes for each parameter of a 16-bit copy out of the stack of layers, read and written
 # Bytes for each parameter on the device of its fp32 gradient where its kernel does not add it to the sums: it is copied out
 # of them, added and written, or without a loop over blocks added. Passes over the hidden elements of rows and over what the
-# MLP computes of them, of a forward and of a backward.
+# MLP computes of them, of a forward and of a backward; of a backward whose kernel reads gate and value once, over what it
+# computes of those rows that balanced routing gives a device.
 EXPERT_SUMS, UNROLLED_SUMS = 20, 12
-HIDDEN_PASSES, INNER_PASSES = (3, 4), (1, 3)
-# Copies for collectives: passes over the group's tokens, which are transposed where a tensor group shares the sequence; with
-# all-to-all over what is received and over what is sent. Kernels of both passes, and more of them with all-to-all.
-GATHERED_PASSES, RECEIVED_PASSES, SENT_PASSES = (4, 6), (0, 3), (2, 4)
+HIDDEN_PASSES, INNER_PASSES, ONE_PASS = (2, 3), (1, 3), 2
+# For collectives: passes over the group's tokens, which are transposed where a tensor group shares the sequence, and
+# otherwise read to be summed; with all-to-all over what is received and over what is sent. Kernels of both passes, and more
+# of them with all-to-all.
+GATHERED_PASSES, SUMMED_PASSES, RECEIVED_PASSES, SENT_PASSES = (4, 6), (1, 2), (1, 4), (2, 4)
 EXPERT_KERNELS, ROUTED_KERNELS = (25, 45), (15, 20)
+TOKAMAX = 10  # the compute capability of GPUs whose products are tokamax's (`grouped_matmul.kernel_for`)
 # And of their communication in a merged tick what the other pass hides: with tensor parallelism, and without.
 EXPERTS_HIDDEN = (0.4, 0.0)
 
@@ -67,9 +71,17 @@ class ExpertKernels(Kernels):
         """Bytes that a forward (0) or a backward (1) of a block with experts moves of rows."""
         model = self.model
         hidden = HIDDEN_PASSES[backward] * model.experts.chosen * model.hidden
-        inner = INNER_PASSES[backward] * model.routed_inner / self.parallel.tensor
+        once = backward and self.program.expert_gates_in_one_pass
+        inner = (ONE_PASS / self.room if once else INNER_PASSES[backward]) * model.routed_inner / self.parallel.tensor
         tokens = self.received * model.hidden  # which the group sends here
         return self.rows * self.item * (self.room * (hidden + inner) + 2 * tokens + self._copies(backward))
+
+    @functools.cached_property
+    def stashed(self) -> int:
+        """Bytes of rows that the kernel of experts' first matmul writes to the stash (`in_place.of_part`): Pallas's."""
+        tokamax = (self.gpu.compute_capability or (0, 0))[0] == TOKAMAX
+        writes = self.held and self.program.experts_in_place and not (self.program.unrolls or tokamax)
+        return kept_by_experts(self.run, self.item) if writes else 0
 
     def _copies(self, backward: int) -> float:
         """Elements for each token of a microbatch that are moved for the collectives over `expert` and `tensor`."""
@@ -77,7 +89,9 @@ class ExpertKernels(Kernels):
         if degree == 1:
             return 0.0
         passes = GATHERED_PASSES[backward] * self.received * (self.split > 1)
-        if by_all_to_all(self.model.experts, parallel):
+        if not by_all_to_all(self.model.experts, parallel):
+            passes = passes or SUMMED_PASSES[backward] * self.received
+        else:
             sent = min(self.model.experts.chosen, degree)
             passes += RECEIVED_PASSES[backward] * self.received + SENT_PASSES[backward] * sent
         return passes * self.model.hidden / self.split

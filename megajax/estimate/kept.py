@@ -14,6 +14,7 @@ from megajax.ops.attention_choice import FUSED
 
 __all__ = [
     "is_gated",
+    "kept_by_experts",
     "kept_by_matmuls",
     "kept_for_weights",
     "kept_of_block",
@@ -39,6 +40,12 @@ def kept_by_matmuls(run: RunConfig, item: int) -> int:
     model, parallel = model_costs(run.model), run.parallel
     values = [one for one in model.kept if one.name in ("qkv", "up") and parallel.recompute in one.modes]
     return _bytes_of(values, run, item)
+
+
+def kept_by_experts(run: RunConfig, item: int) -> int:
+    """Of the bytes of `kept_of_block` those of the results of experts' first matmul."""
+    values = [one for one in model_costs(run.model).kept if one.name == "up" and one.routed]
+    return _bytes_of((one for one in values if run.parallel.recompute in one.modes), run, item)
 
 
 def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:

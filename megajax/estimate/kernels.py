@@ -50,8 +50,9 @@ WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')  # 0: none
 OWN_BACKWARD = "flash_attention_backward"
 OWN_PRODUCTS = {1: 3, 2: 4}
 # Own kernels that read or update one part of a stack in place, and the number of a stack's axes.
+PRODUCT = "grouped_matmul_product"
 IN_STACKS = {
-    "grouped_matmul_product": 4,
+    PRODUCT: 4,
     "grouped_matmul_add": 4,
     "gated_gradients": 3,
     "gated_rows_gradients": 3,
@@ -111,6 +112,8 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
             written -= _other_parts(line.type, stack_axes)
             if kernel_name(line) == ONLY_WRITES:
                 read -= inputs[0] - _other_parts(types.get(operands(line)[0], ""), stack_axes)
+            elif kernel_name(line) == PRODUCT and len(arrays(line.type)[0][1]) == stack_axes:
+                read -= written  # the stack that it writes its result to is an operand, too
         plain = Kernel(line.name, "elementwise", read, written, routed=kernel_name(line) == ROUTED)
         return _products(line.name, read, written, [line], types) or plain
     if line.op in ("dynamic-slice", "slice", "gather"):

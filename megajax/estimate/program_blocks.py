@@ -166,13 +166,14 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
     def _stash(self) -> float:
         """Seconds of writing what a block keeps for its backward to the stash: read and written.
 
-        Where ticks of one stage merge, matmuls without a bias write there (`pipeline.early_stash`).
+        Where ticks of one stage merge, matmuls without a bias write there (`pipeline.early_stash`), and experts' always.
         """
         parallel = self.parallel
         if self.program.unrolls or parallel.offload_activations:
             return 0.0
         early = self.program.merges and parallel.pipe == 1 and parallel.zero < 3 and not self._biases[0]
-        return 2 * (self.kept - early * kept_by_matmuls(self.run, self.item)) / self.rates.memory
+        there = kept_by_matmuls(self.run, self.item) if early else self.stashed
+        return 2 * (self.kept - there) / self.rates.memory
 
     @property
     def _transfer(self) -> float:

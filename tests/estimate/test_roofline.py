@@ -239,6 +239,25 @@ def test_a_kernel_of_experts_rows_leaves_out_places_without_a_row():
     assert account(EXPERTS, {}, half).read["elementwise"] == kernel.read / 2
 
 
+INTO = r"""HloModule into, is_scheduled=true
+
+ENTRY %main (rows: bf16[24,8], kernels: bf16[3,4,8,16], stash: bf16[6,1,24,16]) -> bf16[6,1,24,16] {
+  %rows = bf16[24,8]{1,0} parameter(0)
+  %kernels = bf16[3,4,8,16]{3,2,1,0} parameter(1)
+  %stash = bf16[6,1,24,16]{3,2,1,0} parameter(2)
+  ROOT %pallas_call.1 = bf16[6,1,24,16]{3,2,1,0} custom-call(%rows, %kernels, %stash), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/F/grouped_matmul_product/pallas_call"}
+}
+"""  # noqa: E501
+
+
+def test_a_product_that_is_written_to_the_stash_does_not_read_it():
+    modules, entry = computations(INTO)
+    types = {line.name: line.type for line in modules[entry]}
+    kernel = kernel_of(modules[entry][-1], types, modules)
+    assert kernel.flops == 2 * 24 * 8 * 16
+    assert (kernel.read, kernel.written) == (2 * (24 * 8 + 4 * 8 * 16), 2 * 24 * 16)
+
+
 def test_times_of_known_and_dynamic_loops():
     """Five iterations of one loop, three of the other: the body's kernels run eight times."""
     one, bodies = account(MODULE, {"F": 3}, RATES), 8
