@@ -234,17 +234,13 @@ class ModelConfig(ModelSizes):
     init_deviation: float = setting(0.02, "standard deviation of the initial weights")
     norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
 
-    @functools.cached_property  # the planner asks hundreds of thousands of times
+    @property
     def layer_kinds(self) -> tuple[str, ...] | None:
         """The kind of each layer, of layers whose parameters differ; None: those of all are alike.
 
         "dense" or "sparse", the mixer, or both.
         """
-        mixers, each = None, variants(self)
-        if len(self.mixers) > 1:
-            mixers = tuple(each[n].mixer for n in variant_numbers(self))
-        kinds = model_kinds(self) if self.experts else ()
-        return joined(mixers, kinds if len(set(kinds)) > 1 else None)
+        return _layer_kinds(self)
 
     def of_kind(self, kind: str | None) -> "ModelConfig":
         """The configuration of a model all of whose layers are as those of one kind; `layers` stays. None: itself."""
@@ -341,3 +337,12 @@ def padded_vocabulary(vocabulary: int, shares: int) -> int:
     """The next multiple of lcm(128, shares): rows split evenly, and the logits' matmul has whole tiles."""
     multiple = math.lcm(128, shares)
     return -(-vocabulary // multiple) * multiple
+
+
+@functools.lru_cache(maxsize=256)  # the planner asks hundreds of thousands of times
+def _layer_kinds(model: ModelConfig) -> tuple[str, ...] | None:
+    mixers, each = None, variants(model)
+    if len(model.mixers) > 1:
+        mixers = tuple(each[n].mixer for n in variant_numbers(model))
+    kinds = model_kinds(model) if model.experts else ()
+    return joined(mixers, kinds if len(set(kinds)) > 1 else None)

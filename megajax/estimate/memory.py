@@ -145,8 +145,9 @@ def workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     """Bytes that are live only while a block or the head is computed.
 
     The larger of a block's (`_block_workspace`, with a fused attention kernel) and the head's: logits, of the columns that a
-    device has, their gradient, and three arrays of all tokens. Without a fused kernel a block has its weights' gradients in
-    16 bit and four arrays of attention scores (least squares over the grid gives 1.14 and 4.23; all else shares that memory
+    device has, their gradient, and three arrays of all tokens; with experts, where ticks merge, both. Without a fused
+    kernel a block has its weights' gradients in 16 bit and four arrays of attention scores (least squares over the grid
+    gives 1.14 and 4.23; all else shares that memory
     at other times), with dropout also its mask, of a byte, and the probabilities before it. With ZeRO-3 a block has its
     gathered weights. cuDNN's own workspace is unknown without a GPU, and not counted.
     """
@@ -154,7 +155,8 @@ def workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
     whole, head = item * rows_of(model, parallel) * model.hidden, _head_bytes(run, item, sharding)
     if model.experts is not None and parallel.attention in FUSED:
-        return _expert_workspace(run, item) + _beside_block(run, item, sharding) + head - 2 * whole
+        block = _expert_workspace(run, item) + _beside_block(run, item, sharding)
+        return block + head - 2 * whole if StepProgram.of(run).merges else max(block, head)
     if parallel.attention in FUSED:
         return max(_block_bytes(run, item, sharding), head)
     gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)

@@ -297,8 +297,10 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         return Passes(**seconds, **sent, attention=(forward.total, backward.total), traffic=traffic)
 
     def _sharded_exposed(self, exposed: Callable[[Passes], float], sends: float) -> float:
-        """Of ZeRO-3's exposed collectives in a pass those besides `sends`, the seconds of a context's that are anyway."""
-        return max(0.0, exposed(self._passes) - sends) if self._passes else 0.0
+        """Of ZeRO-3's exposed collectives in a pass those besides `sends`, of a context, or a tensor group's collectives."""
+        one = self._passes
+        anyway = exposed(one.alone) if one and one.tensor else sends
+        return max(0.0, exposed(one) - anyway) if one else 0.0
 
     @functools.cached_property
     def forward(self) -> Work:
@@ -308,8 +310,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             copies = SLICE * sum(one.weights for one in self._products) / self.rates.memory
             hidden = 2 * self._collective, self._stash + copies
         exposed = self._exposed(self.sends.forward, min(hidden))
-        beside = self._passes.tensor * (2 * self._pairs - 1) if self._passes else 0.0
-        data = self._sharded_exposed(forward_exposed, self.around(0) + beside)
+        data = self._sharded_exposed(forward_exposed, self.around(0))
         communication = Work(tensor=exposed, context=self.around(0), expert=self.dispatched[0], data=data)
         offload = max(0.0, self._transfer - self._forward_kernels.total)
         return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
@@ -322,8 +323,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         exposed = self._exposed(self.sends.gradients, min(2 * self._collective, hidden))
         if full:
             exposed += self._exposed(self.sends.again + self.sends.sums, 0.0)
-        beside = exposed + self.weight.tensor if self._passes and self._passes.tensor and not full else 0.0
-        data = self._sharded_exposed(backward_exposed, self.around(1) + beside)
+        data = self._sharded_exposed(backward_exposed, self.around(1))
         communication = Work(
             tensor=exposed, context=self.around(1), expert=self.dispatched[1], data=data, offload=self._transfer
         )

@@ -98,6 +98,12 @@ class Passes(NamedTuple):
     full: bool
     hopper: bool
 
+    @property
+    def alone(self) -> "Passes":
+        """Without gathers and scatters of weights."""
+        none = [0.0] * len(self.gathers)
+        return self._replace(gathers=none, scatters=none, other_gathers=0.0, other_scatters=0.0)
+
 
 class ShardedBlocks(Kernels):
     """Gathers and reduce-scatters of a block's arrays over the replicas."""
@@ -177,7 +183,7 @@ def _tensor_forward(line: Timeline, one: Passes) -> None:
     """Pair by pair; all but the last scatter over the tensor group, which the stash may hide."""
     count = len(one.gathers)
     for first in range(0, count, 2):
-        line.start(one.other_gathers * 2 / count)
+        line.start(one.other_gathers / len(range(0, count, 2)))
         tokens, *ends = [line.start(seconds) for seconds in (one.tensor, *one.gathers[first : first + 2])]
         line.wait(tokens)
         line.wait(ends[0])
@@ -195,7 +201,8 @@ def _tensor_forward(line: Timeline, one: Passes) -> None:
 def _tensor_backward(line: Timeline, one: Passes) -> None:
     """Inputs' gradients pair by pair from the last one, then the weights'."""
     count = len(one.gathers)
-    for first in range((count - 1) // 2 * 2, -1, -2):
+    pairs = range((count - 1) // 2 * 2, -1, -2)
+    for first in pairs:
         tokens = line.start(one.tensor)
         pair = range(min(first + 2, count) - 1, first - 1, -1)
         ends = {number: line.start(one.gathers[number]) for number in pair}
@@ -206,9 +213,9 @@ def _tensor_backward(line: Timeline, one: Passes) -> None:
                 _attention(line, one, 1)
             line.wait(ends[number])
             line.run(one.inputs[number] + one.traffic / count)
-        scattered = line.start(one.tensor)
+        scattered, others = line.start(one.tensor), line.start(one.other_gathers / len(pairs))
         if first:
-            line.wait(line.start(one.other_gathers * 2 / count))
+            line.wait(others)
         else:
             line.run(one.weights[-1])
         line.wait(scattered)
