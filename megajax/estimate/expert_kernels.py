@@ -18,10 +18,10 @@ __all__ = ["EXPERTS_HIDDEN", "SLICE", "ExpertKernels"]
 
 SLICE = 4  # bytes for each parameter of a 16-bit copy out of the stack of layers, read and written
 # Bytes for each parameter on the device of its fp32 gradient where its kernel does not add it to the sums: it is copied out
-# of them, added and written, or without a loop over blocks added. Passes over the hidden elements of rows and over what the
+# of them, added and written. Passes over the hidden elements of rows and over what the
 # MLP computes of them, of a forward and of a backward; of a backward whose kernel reads gate and value once, over what it
 # computes of those rows that balanced routing gives a device.
-EXPERT_SUMS, UNROLLED_SUMS = 20, 12
+EXPERT_SUMS = 20
 HIDDEN_PASSES, INNER_PASSES, ONE_PASS = (2, 3), (1, 3), 2
 # For collectives: passes over the group's tokens, which are transposed where a tensor group shares the sequence, and
 # otherwise read to be summed; with all-to-all over what is received and over what is sent. Kernels of both passes, and more
@@ -59,11 +59,11 @@ class ExpertKernels(Kernels):
         """What a forward (0) or a backward (1) moves of experts' weights, of their gradients' sums, and of rows."""
         if not self.held:
             return Work()
-        parallel, unrolls = self.parallel, self.program.unrolls
+        parallel = self.parallel
         in_place, splits = self.program.experts_in_place, backward and self.program.splits
-        copies = 2 if splits else not (in_place or (backward and unrolls))  # out of the stack, one each of I and W
+        copies = 2 if splits else not in_place  # out of the stack, one each of I and W
         weights = self.held * SLICE * copies
-        sums = backward * self.held * (UNROLLED_SUMS if unrolls else 0 if in_place else EXPERT_SUMS)
+        sums = backward * self.held * (0 if in_place else EXPERT_SUMS)
         kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * by_all_to_all(self.model.experts, parallel)
         return self.traffic(weights + sums + self.expert_rows(backward), kernels)
 
@@ -80,7 +80,7 @@ class ExpertKernels(Kernels):
     def stashed(self) -> int:
         """Bytes of rows that the kernel of experts' first matmul writes to the stash (`in_place.of_part`): Pallas's."""
         tokamax = (self.gpu.compute_capability or (0, 0))[0] == TOKAMAX
-        writes = self.held and self.program.experts_in_place and not (self.program.unrolls or tokamax)
+        writes = self.held and self.program.experts_in_place and not tokamax
         return kept_by_experts(self.run, self.item) if writes else 0
 
     def _copies(self, backward: int) -> float:
