@@ -95,7 +95,7 @@ MEGATRON: dict[str, Entry] = {
     "--apply-layernorm-1p": ("", NOT_SUPPORTED),
     "--apply-query-key-layer-scaling": ("", "not needed: the scores' softmax is fp32"),
     "--attention-output-gate": ("--attention-gate", ""),
-    "--softmax-type": ("--attention-sinks", "for learnable; off-by-one is not supported"),
+    "--softmax-type": ("--attention-sinks", "learnable is that, off-by-one is not supported"),
     "--window-size": ("--sliding-window", "tokens, the token itself included"),
     "--make-vocab-size-divisible-by": (
         "",
