@@ -13,14 +13,15 @@ from megajax.estimate.communication import BlockSends, block_sends
 from megajax.estimate.expert_dispatch import by_all_to_all, expert_seconds, sent_share
 from megajax.estimate.kept import kept_by_experts
 from megajax.estimate.program_kernels import Kernels, Work
+from megajax.ops.tokamax_kernels import FASTEST_PRODUCT
 
 __all__ = ["EXPERTS_HIDDEN", "SLICE", "ExpertKernels"]
 
 SLICE = 4  # bytes for each parameter of a 16-bit copy out of the stack of layers, read and written
 # Bytes for each parameter on the device of its fp32 gradient where its kernel does not add it to the sums: it is copied out
-# of them, added and written. Passes over the hidden elements of rows and over what the
-# MLP computes of them, of a forward and of a backward; of a backward whose kernel reads gate and value once, over what it
-# computes of those rows that balanced routing gives a device.
+# of them, added and written. Passes over the hidden elements of rows and over what the MLP computes of them, of a forward
+# and of a backward; of a backward whose kernel reads gate and value once, over what it computes of those rows that balanced
+# routing gives a device.
 EXPERT_SUMS = 20
 HIDDEN_PASSES, INNER_PASSES, ONE_PASS = (2, 3), (1, 3), 2
 # For collectives: passes over the group's tokens, which are transposed where a tensor group shares the sequence, and
@@ -28,7 +29,6 @@ HIDDEN_PASSES, INNER_PASSES, ONE_PASS = (2, 3), (1, 3), 2
 # of them with all-to-all.
 GATHERED_PASSES, SUMMED_PASSES, RECEIVED_PASSES, SENT_PASSES = (4, 6), (1, 2), (1, 4), (2, 4)
 EXPERT_KERNELS, ROUTED_KERNELS = (25, 45), (15, 20)
-TOKAMAX = 10  # the compute capability of GPUs whose products are tokamax's (`grouped_matmul.kernel_for`)
 # And of their communication in a merged tick what the other pass hides: with tensor parallelism, and without.
 EXPERTS_HIDDEN = (0.4, 0.0)
 
@@ -79,7 +79,7 @@ class ExpertKernels(Kernels):
     @functools.cached_property
     def stashed(self) -> int:
         """Bytes of rows that the kernel of experts' first matmul writes to the stash (`in_place.of_part`): Pallas's."""
-        tokamax = (self.gpu.compute_capability or (0, 0))[0] == TOKAMAX
+        tokamax = (self.gpu.compute_capability or (0, 0))[0] == FASTEST_PRODUCT
         writes = self.held and self.program.experts_in_place and not tokamax
         return kept_by_experts(self.run, self.item) if writes else 0
 

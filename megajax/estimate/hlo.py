@@ -41,7 +41,7 @@ from megajax.estimate.hlo_parser import (
 from megajax.estimate.parameters import Sharding
 from megajax.ops.expert_rounds import ROUNDS
 from megajax.pipeline.embedding_and_head import ENDS
-from megajax.pipeline.options import MERGED, SEND, embeds_ahead, is_merged
+from megajax.pipeline.options import MERGED, SEND, embeds_ahead, merged_ticks
 from megajax.pipeline.program import StepProgram
 from megajax.pipeline.slots import slot_tables
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, WEIGHT
@@ -186,9 +186,7 @@ def loop_trip_counts(run: RunConfig, on_cpu: bool = False) -> dict[str, float]:
 
 def merged_passes(program: StepProgram) -> tuple[int, float]:
     """How many of a rank's forwards of a chunk run in merged ticks, and how many overlap a backward in parts."""
-    runs, schedule, merged = program.executed, program.schedule, 0
-    if program.merges:
-        merged = sum(segment.stop - segment.start for segment in runs.segments if is_merged(runs, segment))
+    schedule, merged = program.schedule, merged_ticks(program.executed) if program.merges else 0
     every = (works for tick in schedule.ticks for works in tick)
     return merged, sum(map(schedule.overlaps, every)) / OVERLAP_PARTS / schedule.stages
 

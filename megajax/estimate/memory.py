@@ -147,9 +147,9 @@ def workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     The larger of a block's (`_block_workspace`, with a fused attention kernel) and the head's: logits, of the columns that a
     device has, their gradient, and three arrays of all tokens; with experts, where ticks merge, both. Without a fused
     kernel a block has its weights' gradients in 16 bit and four arrays of attention scores (least squares over the grid
-    gives 1.14 and 4.23; all else shares that memory
-    at other times), with dropout also its mask, of a byte, and the probabilities before it. With ZeRO-3 a block has its
-    gathered weights. cuDNN's own workspace is unknown without a GPU, and not counted.
+    gives 1.14 and 4.23; all else shares that memory at other times), with dropout also its mask, of a byte, and the
+    probabilities before it. With ZeRO-3 a block has its gathered weights. cuDNN's own workspace is unknown without a GPU,
+    and not counted.
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor

@@ -1,7 +1,7 @@
 """The account of a run's compiled step."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megajax.config import RunConfig
 from megajax.estimate import model_costs
@@ -10,7 +10,7 @@ from megajax.estimate.expert_dispatch import sent_share
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.hlo import loop_trip_counts, merged_passes
 from megajax.estimate.rates import Rates, rates_of
-from megajax.estimate.roofline import Account, account
+from megajax.estimate.roofline import Account, account, accounts
 from megajax.pipeline.program import StepProgram
 from megajax.runtime.mesh import mesh_places
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
@@ -53,18 +53,25 @@ def account_of(run: RunConfig, gpu: Gpu, hlo: str) -> StepAccount:
     The bubble is that of megajax's executor, in which ranks start each tick together, of operations that take as long as in
     the program (`operation_costs`).
     """
-    found, program = account(hlo, *account_arguments(run, gpu)), StepProgram.of(run)
+    arguments, program = account_arguments(run, gpu), StepProgram.of(run)
+    found = account(hlo, *arguments)
     if run.parallel.pipe == 1 or program.computes_bubbles:
         return StepAccount(found, 0.0)
-    bubble = program.bubble(operation_costs(program, found), lockstep=True) + _waits(program, gpu, hlo, found)
+    bubble = program.bubble(operation_costs(program, found), lockstep=True) + _waits(program, found, hlo, *arguments)
     return StepAccount(found, bubble / found.total)
 
 
-def _waits(program: StepProgram, gpu: Gpu, hlo: str, found: Account) -> float:
+def _waits(
+    program: StepProgram,
+    found: Account,
+    hlo: str,
+    trip_counts: Mapping[str, float],
+    rates: Rates,
+    places: Sequence[int],
+) -> float:
     """Seconds that an average rank waits for the rank with the most work, where stages have other layers."""
-    trip_counts, *others = account_arguments(program.run, gpu)
-    each = {tuple(counts.items()) for counts in counts_of_ranks(program)}
-    totals = [account(hlo, trip_counts | dict(counts), *others).total for counts in each]
+    ranks = {tuple(counts.items()): {**trip_counts, **counts} for counts in counts_of_ranks(program)}
+    totals = (one.total for one in accounts(hlo, ranks.values(), rates, places))
     return max(totals, default=found.total) - found.total
 
 

@@ -96,7 +96,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             values = k + n + (self.model.experts.chosen - 1) * self.model.hidden
             sums = (
                 8 if self.program.experts_in_place else 4
-            )  # bytes of a gradient's element, read and written, or written
+            )  # bytes of a gradient's element: read and written, or written
             moved = self.item * self.room * rows * values + one.experts * (sums if of == "weights" else self.item)
             written = (
                 one.experts * 4 if of == "weights" else self.item * self.room * rows * (k if of == "inputs" else n)

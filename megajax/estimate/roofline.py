@@ -16,7 +16,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megajax.estimate.hlo import BLOCKS, EACH_END, SENT, collective_groups, collective_size
 from megajax.estimate.hlo_parser import (
@@ -105,8 +105,15 @@ def account(text: str, trip_counts: Mapping[str, float], rates: Rates, places: S
       rates: of the GPU.
       places: of the module's devices on the list of the cluster's, of which a host has consecutive ones; None: in order.
     """
-    reader = _Reader(text, trip_counts, rates, places)
-    return reader.computation(reader.entry)
+    return next(accounts(text, [trip_counts], rates, places))
+
+
+def accounts(
+    text: str, trip_counts: Iterable[Mapping[str, float]], rates: Rates, places: Sequence[int] | None = None
+) -> Iterator[Account]:
+    """As `account`, for each of several ranks that run the module, which differ in their trip counts."""
+    modules, entry = computations(text)
+    return (_Reader(modules, entry, counts, rates, places).computation(entry) for counts in trip_counts)
 
 
 def seconds_by_name(
@@ -116,16 +123,26 @@ def seconds_by_name(
 
     Arguments as for `account`.
     """
-    reader = _Reader(text, trip_counts, rates, places)
-    return dict(itertools.chain.from_iterable(reader.by_name(lines) for lines in reader.modules.values()))
+    modules, entry = computations(text)
+    reader = _Reader(modules, entry, trip_counts, rates, places)
+    return dict(itertools.chain.from_iterable(map(reader.by_name, modules.values())))
 
 
 class _Reader:
-    """Reads computations once each: what one execution takes does not depend on the caller. Arguments: see `account`."""
+    """Reads computations once each: what one execution takes does not depend on the caller.
 
-    def __init__(self, text: str, trip_counts: Mapping[str, float], rates: Rates, places: Sequence[int] | None):
-        self.modules, self.entry = computations(text)
-        self.each = average_trip_counts(self.modules, self.entry, trip_counts)
+    Arguments: the module as `hlo_parser.computations` returns it; for the others see `account`.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, list[Line]],
+        entry: str,
+        trip_counts: Mapping[str, float],
+        rates: Rates,
+        places: Sequence[int] | None,
+    ):
+        self.modules, self.each = modules, average_trip_counts(modules, entry, trip_counts)
         self.rates, self.places = rates, places
         self._read: dict[str, Account] = {}
         # By the line's id, and whether its branch works.

@@ -33,6 +33,7 @@ from megajax.runtime.compat import tokamax, tokamax_compiles_for
 __all__ = ["attention_backward", "attention_forward", "generation", "grouped_product", "has_backward", "has_product"]
 
 MOSAIC, TRITON, REFERENCE = "mosaic_gpu", "triton", "xla"  # of tokamax's implementations
+FASTEST_PRODUCT = 10  # the generation of GPUs on which its grouped product is the fastest
 
 
 def generation(device: jax.Device) -> int | None:
@@ -49,7 +50,7 @@ def has_backward(device: jax.Device, head_size: int) -> bool:
 
 def has_product(device: jax.Device) -> bool:
     """Whether `grouped_product` is the fastest on this device."""
-    return generation(device) == 10
+    return generation(device) == FASTEST_PRODUCT
 
 
 def _without_axes(*arrays: jax.Array | None) -> list[jax.Array | None]:

@@ -94,11 +94,11 @@ def best_layouts(question: Question, rows: int = 1, groups: Sequence[Group] = ()
     return _BestFirst(question, rows, groups, within).found()
 
 
-def fastest(question: Question, within: float = math.inf) -> Candidate | None:
-    """The layout that the planner chooses; None if none is legal, none fits, or none takes at most `within` seconds."""
+def fastest(question: Question, longest: float = math.inf) -> Candidate | None:
+    """The layout that the planner chooses; None if none is legal, none fits, or none takes at most `longest` seconds."""
     search = _BestFirst(question)
-    search.run(within)
-    found = (one for one in search.in_order() if one.time.total <= within)
+    search.run(longest)
+    found = (one for one in search.in_order() if one.time.total <= longest)
     return next(found, None)
 
 
@@ -133,7 +133,7 @@ class _BestFirst:
         """Runs the search."""
         return self._sorted(*self.run())
 
-    def run(self, within: float = math.inf) -> tuple[list[tuple[float, tuple[int, ...], Node]], frozenset[Hashable]]:
+    def run(self, longest: float = math.inf) -> tuple[list[tuple[float, tuple[int, ...], Node]], frozenset[Hashable]]:
         """Finds layouts that fit, up to so many seconds.
 
         Returns all nodes without a schedule, each after a bound of its memory and its place, and the groups that are slower.
@@ -152,7 +152,7 @@ class _BestFirst:
         heapq.heapify(heap)
         while heap:
             seconds, priced, sort, place, one, bounds = heapq.heappop(heap)
-            if seconds > within:
+            if seconds > longest:
                 break
             if len(self.meshes) >= self.rows and (seconds > self.limit or self.closed >= self.seen):
                 heapq.heappush(heap, (seconds, priced, sort, place, one, bounds))
