@@ -2,7 +2,7 @@
 
 import functools
 
-from megajax.estimate.communication import context_sends, exchanged_elements
+from megajax.estimate.communication import context_sends, copied_heads, exchanged_elements
 from megajax.estimate.gpus import is_fused
 from megajax.estimate.program_kernels import Kernels, Work
 from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, devices_here
@@ -86,6 +86,8 @@ class AttentionKernels(Kernels):
         if heads is not None and self.parallel.context > self.parallel.ring_ranks:
             arrays = (2 + 2 * backward) * sum(exchanged_elements(self.run)) * self.item
             work += self.traffic(EXCHANGE_PASSES * arrays, EXCHANGE_KERNELS * (1 + backward))
+        if elements := copied_heads(self.run):
+            work += self.traffic(EXCHANGE_PASSES * elements * self.item, EXCHANGE_KERNELS)
         return work
 
     @property
@@ -95,7 +97,7 @@ class AttentionKernels(Kernels):
         return self.rows * heads.heads * heads.width / self.parallel.tensor * self.item
 
     def around(self, backward: int) -> float:
-        """Seconds of exposed sends of attention's arrays between C ranks, in one block.
+        """Seconds of exposed sends of attention's arrays between C ranks, and over tensor (`copied_heads`), in one block.
 
         Exchanged for heads (`ops/exchanged_attention.py`) all of them are exposed. Keys and values round a ring:
 
@@ -103,13 +105,22 @@ class AttentionKernels(Kernels):
         a backward they run beside the steps' products, those of gradients too. Where a tensor group has collectives as well,
         about as many of a backward as of a forward are exposed, and those of both run beside nothing else.
         """
-        ranks, (_, elements) = self.parallel.context, context_sends(self.run)
+        ranks, (_, elements), copied = self.parallel.context, context_sends(self.run), self._copied(backward)
         if ranks == 1 or not elements:
-            return 0.0
+            return copied
         if self.parallel.ring_ranks == 1:
-            return sum(self.exchanges(backward))
+            return copied + sum(self.exchanges(backward))
         sends, beside = self.round_ring(backward)
-        return max(0.0, sends - beside)
+        return copied + max(0.0, sends - beside)
+
+    def _copied(self, backward: int) -> float:
+        """Seconds of the all-to-all that gives each rank of tensor a copy of a head of keys, and of its transpose."""
+        tensor, elements = self.parallel.tensor, copied_heads(self.run)
+        if not elements:
+            return 0.0
+        here = devices_here(self.parallel, self.rates.host_size, tensor, "tensor")
+        again = 1 + (backward and self.parallel.recompute == "full")
+        return again * self.rates.all_to_all(elements * self.item / tensor, tensor, here)
 
     def exchanges(self, backward: int) -> tuple[float, float]:
         """Seconds of the exchanges for heads before attention and behind it: in a backward of all arrays, then gradients."""

@@ -43,6 +43,7 @@ __all__ = [
     "block_sends",
     "collectives",
     "context_sends",
+    "copied_heads",
     "exchanged_elements",
     "expected",
     "replica_sends",
@@ -169,15 +170,11 @@ def _tensor(program: StepProgram) -> list[Sent]:
                 times, name = float(number * sends * run.microbatches), PERMUTE if of == DENSE and ring else kind
                 lines.append(Sent("tensor", name, what, BLOCKS, formula, times, each))
 
-    attention = model.attention
-    if attention and attention.groups % parallel.tensor:  # queries, keys and values, and their gradients
-        width = (attention.heads + 2 * attention.groups) * attention.head_size
-        each, times = one * width / model.hidden, float(blocks * run.microbatches)
-        for name, number in ((GATHER, 2), (SCATTER, 1)):  # once more for the backward
-            text = f"{number} bs(a+2g)d (t-1)/t per layer and microbatch"
-            lines.append(
-                Sent("tensor", name, "fewer key and value heads than ranks", BLOCKS, text, number * times, each)
-            )
+    if elements := copied_heads(run):  # and their gradients
+        number = 3 if parallel.recompute == "full" else 2
+        text, times = f"{number} bs(a/t+2)d (t-1)/t per layer and microbatch", number * float(blocks * run.microbatches)
+        each = (parallel.tensor - 1) / parallel.tensor * elements * ITEMSIZE[run.train.precision]
+        lines.append(Sent("tensor", ALL_TO_ALL, "fewer key and value heads than ranks", BLOCKS, text, times, each))
     add("pairs of matmuls", lambda sent: sent.forward + sent.gradients)
     if split:
         add("gathered again for dW", lambda sent: sent.again + program.split_backwards * sent.late)
@@ -360,6 +357,17 @@ def _exchanged(run: RunConfig, item: int) -> list[Sent]:
     ]
 
 
+def copied_heads(run: RunConfig) -> float:
+    """Elements of a device's queries, keys and values where these come from an all-to-all over tensor; else 0.
+
+    Of fewer heads of keys than ranks of tensor each rank has a copy of one; matmuls split the elements of a head.
+    """
+    model, tensor = model_costs(run.model), run.parallel.tensor
+    if model.attention is None or model.attention.groups % tensor == 0:
+        return 0.0
+    return rows_of(model, run.parallel) * (model.attention.heads / tensor + 2) * model.attention.head_size
+
+
 def exchanged_elements(run: RunConfig) -> tuple[float, float]:
     """Elements of a rank's queries, and of its keys as often as they are copied, that ranks exchange for heads.
 
@@ -378,6 +386,6 @@ def context_sends(run: RunConfig) -> tuple[float, float]:
     model, parallel = model_costs(run.model), run.parallel
     if model.attention is None:
         return 0.0, 0.0
-    one = rows_of(model, parallel) * model.attention.groups * model.attention.width / parallel.tensor
-    ranks = parallel.context
+    keys = heads_of_device(model.attention.heads, model.attention.groups, parallel.tensor)[1]
+    one, ranks = rows_of(model, parallel) * keys * model.attention.width, parallel.context
     return 2 * (2 * (ranks - 1) + ranks) * run.microbatches * _of_blocks(run, lambda kind: 1), one

@@ -74,8 +74,13 @@ class ProjectionNorm(nnx.Module):
         self.scale = parameter(scale, "groups" if split else None, *[None] * len(heads), decay=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Norms x [..., *heads, d]; the result has x's type."""
-        wide = x.astype(jnp.float32)
+        """Norms x [..., *heads, d]; the result has x's type.
+
+        x may have a group for each rank of tensor, with a part of a group's queries or a copy of its key.
+        """
+        wide, here = x.astype(jnp.float32), x.shape[-self.axes :]
         mean = jnp.square(wide).mean(tuple(range(-self.axes, 0)), keepdims=True)
         wide = wide * lax.rsqrt(mean + self.config.norm_epsilon)
-        return (wide * scale_of(self.config, self.scale).astype(jnp.float32)).astype(x.dtype)
+        scale = scale_of(self.config, self.scale).astype(jnp.float32)
+        scale = scale.reshape(here) if self.axes > 2 else jnp.repeat(scale, here[0] // len(scale), axis=0)
+        return (wide * scale).astype(x.dtype)

@@ -268,7 +268,7 @@ class Bounds:
         """Seconds of exposed sends of attention's arrays of a block, of the kind that has fewest."""
         parallel = run.parallel
         own = (parallel.tensor, parallel.context, parallel.microbatch_size)
-        own += (parallel.attention, parallel.context_exchange)
+        own += (parallel.attention, parallel.context_exchange, parallel.recompute)
         own += (min(spread(parallel, "data"), self.gpu.host_size), parallel.axis_order)
 
         def make() -> float:

@@ -66,26 +66,21 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Queries [b, whole s, g, a/g, d], keys and values [b, whole s, g, d] of y [b, split s, h], rotated; and the gate.
 
-        `lora_drop`: of adapters.
+        g = `groups`. `lora_drop`: of adapters.
         """
-        axes, gate = QKV, None
-        if self.groups != self.config.key_value_heads:
-            axes = (*QKV[:2], None, None, "head_elements")
+        gate = None
         if self.config.attention_gate:
             both = checkpoint_name(self.query_gate(y, self.operations.column, (*QKV, None)), "qkv")
             key_value = checkpoint_name(self.key_value(y, self.operations.column, QKV), "qkv")
             query, gate, key, value = both[..., 0, :], both[..., 1, :], key_value[..., 0, :], key_value[..., 1, :]
         else:
-            qkv = checkpoint_name(
-                self.qkv(y, self.operations.column, axes, drop=lora_drop), "qkv"
-            )  # [b, whole s, g, a/g + 2, d]
-            if axes is not QKV:
-                qkv = self.constrain(qkv, *QKV[:2], None, None, None)
+            is_split = self.groups == self.config.key_value_heads
+            axes = QKV if is_split else (*QKV[:2], None, None, "head_elements")
+            qkv = self.qkv(y, self.operations.column, axes, drop=lora_drop)  # [b, whole s, g, a/g + 2, d]
+            qkv = checkpoint_name(qkv if is_split else self._of_each_rank(qkv), "qkv")
             query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        if self.groups != self.config.key_value_heads:
-            query, key, value = self._for_each_rank(query, key, value)
         if self.config.positions == "rotary":
             tables = with_rotary_table(self.config, microbatch, y.shape[1])["rotary"]
             table = table_of_layer(self.config, tables, layer)
@@ -105,19 +100,17 @@ class Attention(nnx.Module):
             query = query * jnp.asarray(self.config.attention_scale * self.config.head_dimension**0.5, query.dtype)
         return query, key, value, gate
 
-    def _for_each_rank(
-        self, query: jax.Array, key: jax.Array, value: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The same with a group for each rank of the tensor group, which has a part of a group's queries.
+    def _of_each_rank(self, qkv: jax.Array) -> jax.Array:
+        """[b, s, t, a/t + 2, d], split by groups, of qkv [b, s, g, a/g + 2, d], split by the elements of a head.
 
-        Weights and products are split by the elements of a head, and gathered here: they are split by groups afterwards.
+        A group for each of the t ranks of a tensor group, which has a part of the queries of one of the g groups, and a
+        copy of its key and value. One all-to-all here, and one of the gradients, which are summed over copies after it.
         """
-        whole = lambda x: self.constrain(x, *QKV[:2], *[None] * (x.ndim - 2))  # noqa: E731  (no permutes, also of gradients)
-        query, key, value = map(whole, (query, key, value))
-        lead, copies = query.shape[:2], self.groups // query.shape[2]
-        query = query.reshape(*lead, self.groups, -1, query.shape[-1])
-        key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
-        return tuple(self.constrain(whole(x), *QKV[: x.ndim]) for x in (query, key, value))
+        axes = (*QKV[:2], None, None, "head_elements")
+        copies = self.groups // qkv.shape[2]
+        query = qkv[..., :-2, :].reshape(*qkv.shape[:2], self.groups, -1, qkv.shape[-1])
+        key_value = jnp.repeat(qkv[..., -2:, :], copies, axis=2)
+        return self.constrain(self.constrain(jnp.concatenate([query, key_value], 3), *axes), *QKV)
 
     def _own(self, values: list, layer: jax.Array) -> Any:
         """Of the values of each kind of layers that of one layer: a number if all are the same, else a scalar."""
