@@ -1,16 +1,15 @@
-"""Bytes that a block keeps from a forward to its backward, and the copies of them that XLA makes.
+"""Bytes that a block keeps from a forward to its backward.
 
-The values are those of `models/costs.py`. What is kept twice, and which values are copied, was read off programs compiled
-for H100s.
+The values are those of `models/costs.py`. What is kept twice was read off programs compiled for H100s.
 """
 
+import dataclasses
 from collections.abc import Iterable
 
-from megajax.config import ParallelConfig, RunConfig
+from megajax.config import ModelConfig, ParallelConfig, RunConfig
 from megajax.estimate import model_costs
 from megajax.estimate.gpus import is_fused
 from megajax.models.costs import KeptValue, ModelCosts
-from megajax.ops.attention_choice import FUSED
 
 __all__ = [
     "is_gated",
@@ -20,13 +19,21 @@ __all__ = [
     "kept_of_block",
     "kept_twice",
     "rows_of",
-    "stash_copies",
 ]
 
 
 def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
     """Tokens of a microbatch on a device: context parallelism splits the sequence."""
     return parallel.microbatch_size * (model.sequence_length // parallel.context)
+
+
+def _costs(run: RunConfig) -> ModelCosts:
+    """Of the run's model; of fewer heads of keys and values than ranks of tensor, each rank keeps a copy of one."""
+    model, tensor = run.model, run.parallel.tensor
+    attention = model_costs(model).attention
+    if isinstance(model, ModelConfig) and attention and attention.groups % tensor:
+        model = dataclasses.replace(model, kv_heads=tensor)
+    return model_costs(model)
 
 
 def is_gated(model: ModelCosts) -> bool:
@@ -37,7 +44,7 @@ def is_gated(model: ModelCosts) -> bool:
 
 def kept_by_matmuls(run: RunConfig, item: int) -> int:
     """Of the bytes of `kept_of_block` those of the results of column-parallel matmuls."""
-    model, parallel = model_costs(run.model), run.parallel
+    model, parallel = _costs(run), run.parallel
     values = [one for one in model.kept if one.name in ("qkv", "up") and parallel.recompute in one.modes]
     return _bytes_of(values, run, item)
 
@@ -55,7 +62,7 @@ def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
       item: bytes of an activation.
       mode: recompute mode, if not the run's. Blocks that are recomputed together keep one input, a part of it each.
     """
-    model, parallel = model_costs(run.model), run.parallel
+    model, parallel = _costs(run), run.parallel
     kept = model.kept_bytes(
         mode or parallel.recompute,
         samples=parallel.microbatch_size,
@@ -79,8 +86,8 @@ def kept_twice(run: RunConfig, item: int) -> int:
     Queries, keys and values before a norm of queries and keys, and after it; where the sequence is exchanged for heads the
     values after it are the exchanged ones, and the context is kept in two layouts.
     """
-    values = model_costs(run.model).kept_values("none", is_fused(run.parallel))
-    exchanged, heads = run.parallel.context > run.parallel.ring_ranks, model_costs(run.model).attention
+    values = _costs(run).kept_values("none", is_fused(run.parallel))
+    exchanged, heads = run.parallel.context > run.parallel.ring_ranks, _costs(run).attention
     if not is_fused(run.parallel) or heads is None:
         return 0
     twice = _bytes_of((value for value in values if value.name == "context"), run, item) if exchanged else 0
@@ -108,25 +115,3 @@ def _bytes_of(values: Iterable[KeptValue], run: RunConfig, item: int, gathered: 
         "rows": model.expert_rows(parallel.expert, parallel.expert_dispatch),
     }
     return sum(value.bytes(**sizes) for value in values)
-
-
-def stash_copies(run: RunConfig, item: int) -> int:
-    """Second copies of stashed values, by block.
-
-    The backward's matmuls need some values transposed. XLA's GPU compiler hoists the transposition out of the loop over
-    blocks and so transposes the whole stash, once for each chunk.
-
-    Which values was read off compiled programs and is `KeptValue.transposed_from`: unfused attention's scores, whenever they
-    are kept; queries, keys and values where they are rotated and a microbatch has several samples. With a fused kernel there
-    are none of these. With fp8, what a gated activation reads. Where a chunk is one block there is no loop: the workspace
-    reuses the copy's memory.
-    """
-    parallel, model = run.parallel, model_costs(run.model)
-    if parallel.pipe == 1 or parallel.recompute == "full":
-        return 0
-    kept = model.kept_values(parallel.recompute, is_fused(parallel))
-    first = 1 if parallel.attention in FUSED else parallel.microbatch_size + 1
-    copied = [value for value in kept if value.transposed_from is not None and value.transposed_from < first]
-    if run.train.matmul_dtype == "fp8" and is_gated(model):
-        copied += [value for value in kept if value.name == "up"]
-    return _bytes_of(copied, run, item)

@@ -2,13 +2,13 @@
 
 The schedule's slots (`pipeline/slots.py`) times what a block keeps under a recompute mode, and the model's parameters
 (`models/costs.py`). Two terms depend on XLA and were read off programs compiled for H100s: the *workspace* and the *copies*
-(see `workspace`, `kept.stash_copies`). `python -m benchmarks.compiled memory --show` compares the sum with XLA's own figures
+(see `workspace`). `python -m benchmarks.compiled memory --show` compares the sum with XLA's own figures
 over the grid of runs that these terms were read from.
 """
 
 from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
-from megajax.estimate.kept import kept_for_weights, kept_of_block, kept_twice, rows_of, stash_copies
+from megajax.estimate.kept import kept_for_weights, kept_of_block, kept_twice, rows_of
 from megajax.estimate.kinds import layers_of_kinds, modules_run
 from megajax.estimate.muon_matrices import bytes_of_update
 from megajax.estimate.optimizer_state import bytes_per_parameter
@@ -43,7 +43,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     Returns:
       "weights" fp32, frozen ones in the precision; "optimizer" its state, fp32, and the average of the weights;
       "gradients" fp32 sums; "16-bit weights" those that the step computes with besides (none in fp32), two versions of both
-      if the schedule does not drain; "stash" values kept from forwards to backwards; "copies" of the stash that XLA makes;
+      if the schedule does not drain; "stash" values kept from forwards to backwards; "copies" of gradients that XLA makes;
       "input to weight gradients" values that zero bubble's I keeps for its W; "inboxes" received activations and gradients;
       "workspace" of the block (or the head) being computed.
     """
@@ -60,8 +60,6 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     stashed = slots.stash if not parallel.offload_activations else 0  # otherwise it is in host memory
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
     of_block = max(*(workspace(kind.run, item, sharding) for kind in kinds), _modules_workspace(run, item, sharding))
-    copies = stashed * of_chunk(stash_copies)
-    beside = of_block if max(kind.slots for kind in kinds) == 1 else 0  # whose memory copies of the stash share
     # ZeRO-3 gathers what is outside the blocks once, for the whole step.
     shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
     elsewhere = shared - shared // parallel.replicas
@@ -69,10 +67,8 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         elsewhere += own - own * parallel.expert // parallel.replicas
     gathered = item * elsewhere if item < 4 else 0
     # Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
-    # hoists the transposition of the blocks' weights out of the loops. Where ticks merge, only the loops of the last ticks,
-    # which have no forward, transpose the stash: the weights of forwards are no longer needed, and their memory is reused.
+    # hoists the transposition of the blocks' weights out of the loops.
     transposed = item * sum(rank_block_parameters(run)) if run.train.matmul_dtype == "fp8" else 0
-    beside += transposed * (program.merges and program.paired)
     during = {
         "16-bit weights": (versions * item * (work - uncast) if item < 4 or versions > 1 else 0)
         + (versions * frozen if versions > 1 else 0)
@@ -80,7 +76,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         + transposed,
         "stash": stashed
         * of_chunk(lambda run, item: kept_of_block(run, item, mode) + program.unrolls * kept_twice(run, item)),
-        "copies": max(0, copies - beside) + max(0, swapped - of_block),
+        "copies": max(0, swapped - of_block),
         "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
         "inboxes": slots.inbox * residual,
     }

@@ -183,8 +183,6 @@ class KeptValue:
       modes: recompute modes that store it.
       itemsize: bytes of an element whatever the precision; None: the precision's.
       fused: True if only fused attention has it, False if only unfused attention has it, None otherwise.
-      transposed_from: the smallest microbatch size for which XLA's GPU compiler transposes all stashed copies of this value
-        before the backward pass (measured in compiled programs, see `estimate/memory.py`); None: it does not.
       routed: whether it has k rows of experts for each token, of which a device may have more (`Experts.rows`).
     """
 
@@ -195,7 +193,6 @@ class KeptValue:
     modes: tuple[str, ...] = tuple(MODES)
     itemsize: int | None = None
     fused: bool | None = None
-    transposed_from: int | None = None
     routed: bool = False
 
     def elements(self, sequence: int) -> int:

@@ -283,7 +283,6 @@ def _kept_by_transformer(
 
     hidden, heads = config.hidden, config.heads
     is_attention, has_mlp, mixes = config.mixer == "attention", config.feedforward_size > 0, config.mixer != "none"
-    changed = config.positions == "rotary" or config.query_key_norm  # queries and keys, before attention
     placement, outputs = config.norm_placement, ("attention_output", "feedforward_output")
     values = [
         KeptValue("input", hidden),
@@ -298,8 +297,8 @@ def _kept_by_transformer(
         ),
         *(
             [
-                *_projected(config, value, query_key_value, 2 if changed else None),
-                value("probabilities", 0, "tensor", per_token_pair=heads, fused=False, transposed_from=1),
+                *_projected(config, value, query_key_value),
+                value("probabilities", 0, "tensor", per_token_pair=heads, fused=False),
                 value("context", joined, "tensor", fused=False),
                 value("context", heads * config.attention_width, "tensor", fused=True),
                 value("attention_statistics", heads, "tensor", itemsize=4, fused=True),
@@ -324,7 +323,7 @@ def _kept_by_transformer(
             value("dispatched", mlp.rows * hidden, None, routed=True),
         ]
     if config.dropout > 0:
-        pairs = {"per_token_pair": heads, "itemsize": 1, "fused": False, "transposed_from": 1}
+        pairs = {"per_token_pair": heads, "itemsize": 1, "fused": False}
         values += [
             *([value("probabilities_mask", 0, "tensor", **pairs)] if is_attention else []),
             value("attention_mask", hidden, itemsize=1),
@@ -333,12 +332,10 @@ def _kept_by_transformer(
     return tuple(values)
 
 
-def _projected(
-    config: ModelConfig, value: Callable[..., KeptValue], width: int, transposed: int | None
-) -> list[KeptValue]:
+def _projected(config: ModelConfig, value: Callable[..., KeptValue], width: int) -> list[KeptValue]:
     """Queries, keys and values, `width` elements, or what they are computed from."""
     if not config.kv_latent:
-        return [value("qkv", width, "tensor", transposed_from=transposed)]
+        return [value("qkv", width, "tensor")]
     one, queries = latent_sizes(config), config.heads * config.head_dimension
     found = [] if one.query else [value("qkv", queries, "tensor")]
     return [*found, value("latents", one.down), value("expanded", width - (0 if one.query else queries), "tensor")]

@@ -1,5 +1,8 @@
 """megajax/pipeline/early_stash.py: the stash is as written at the end of a block; the matmul's result is read from it."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.pipeline.early_stash import stash_as_computed, stash_at_end
 from megajax.pipeline.stash import SlotApart, StashRef, empty_stash, with_shared
+from tests import gpu
 
 
 def block(x, w):
@@ -97,3 +101,14 @@ def test_slots_that_share_an_array_are_written_while_the_other_is_read():
             np.testing.assert_array_equal(stack[place], got[1])
             jax.tree.map(np.testing.assert_array_equal, got, of(microbatch - 1, 2 - block))
             buffers = SlotApart(stash.after(got), ahead).write(block, of(microbatch, block))
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_compiled_for_h100s_the_stash_has_one_layout():
+    """Without `with_layout_constraint` the all-to-all of attention's result has all of them stored heads first."""
+    layout = {"pipe": 2, "context": 2, "context_exchange": "all_to_all", "chunks": 2, "attention": "cudnn"}
+    text, _ = gpu.compile_step(dataclasses.replace(gpu.LARGE, layers=8), 8, **layout)
+    found = set(re.findall(r"\bbf16\[([2-9],2,1,[\d,]*)\]\{([\d,]*)", text))  # [slots, blocks per chunk, ...]
+    assert len(found) > 3
+    assert all(order == ",".join(map(str, reversed(range(shape.count(",") + 1)))) for shape, order in found), found
