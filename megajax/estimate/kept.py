@@ -13,6 +13,7 @@ from megajax.models.costs import KeptValue, ModelCosts
 from megajax.ops.attention_choice import FUSED
 
 __all__ = [
+    "exchanged_copies",
     "is_gated",
     "kept_by_experts",
     "kept_by_matmuls",
@@ -130,3 +131,16 @@ def stash_copies(run: RunConfig, item: int) -> int:
     if run.train.matmul_dtype == "fp8" and is_gated(model):
         copied += [value for value in kept if value.name == "up"]
     return _bytes_of(copied, run, item)
+
+
+def exchanged_copies(run: RunConfig, item: int) -> int:
+    """Second copies of what a block stashes, while ticks have backwards only.
+
+    An all-to-all of a context takes several samples with the heads first. In loops without a forward XLA stores all that
+    these backwards exchange in that order, and copies it before them.
+    """
+    parallel = run.parallel
+    if parallel.pipe == 1 or parallel.microbatch_size == 1 or parallel.context == parallel.ring_ranks:
+        return 0
+    kept = model_costs(run.model).kept_values(parallel.recompute, is_fused(parallel))
+    return _bytes_of((value for value in kept if value.name in ("qkv", "context")), run, item)

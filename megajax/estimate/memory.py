@@ -8,7 +8,14 @@ over the grid of runs that these terms were read from.
 
 from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
-from megajax.estimate.kept import kept_for_weights, kept_of_block, kept_twice, rows_of, stash_copies
+from megajax.estimate.kept import (
+    exchanged_copies,
+    kept_for_weights,
+    kept_of_block,
+    kept_twice,
+    rows_of,
+    stash_copies,
+)
 from megajax.estimate.kinds import layers_of_kinds, modules_run
 from megajax.estimate.muon_matrices import bytes_of_update
 from megajax.estimate.optimizer_state import bytes_per_parameter
@@ -61,6 +68,8 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
     of_block = max(*(workspace(kind.run, item, sharding) for kind in kinds), _modules_workspace(run, item, sharding))
     copies = stashed * of_chunk(stash_copies)
+    exchanged = stashed * of_chunk(exchanged_copies)
+    blocks = max(_block_bytes(kind.run, item, sharding) for kind in kinds)
     beside = of_block if max(kind.slots for kind in kinds) == 1 else 0  # whose memory copies of the stash share
     # ZeRO-3 gathers what is outside the blocks once, for the whole step.
     shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
@@ -80,7 +89,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         + transposed,
         "stash": stashed
         * of_chunk(lambda run, item: kept_of_block(run, item, mode) + program.unrolls * kept_twice(run, item)),
-        "copies": max(0, copies - beside) + max(0, swapped - of_block),
+        "copies": max(0, copies - beside) + max(0, swapped - of_block, exchanged and exchanged + blocks - of_block),
         "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
         "inboxes": slots.inbox * residual,
     }
@@ -92,7 +101,6 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     ):
         # One forward and one backward, not in a loop: the sums are allocated when logits are no longer needed, and tables of
         # ZeRO-3 not kept for another microbatch.
-        blocks = max(_block_bytes(kind.run, item, sharding) for kind in kinds)
         of_block = max(0, blocks - gathered, max(_head_bytes(kind.run, item, sharding) for kind in kinds) - gradients)
     # Before ZeRO-1 scatters the gradients of uneven stages, it copies all of them, without those of slots without a layer.
     uneven = len(kinds) == 1 and parallel.stage_layers(model.layers).idle > 0
@@ -145,18 +153,14 @@ def workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     """Bytes that are live only while a block or the head is computed.
 
     The larger of a block's (`_block_workspace`, with a fused attention kernel) and the head's: logits, of the columns that a
-    device has, their gradient, and three arrays of all tokens; with experts, where ticks merge, both. Without a fused
-    kernel a block has its weights' gradients in 16 bit and four arrays of attention scores (least squares over the grid
-    gives 1.14 and 4.23; all else shares that memory at other times), with dropout also its mask, of a byte, and the
-    probabilities before it. With ZeRO-3 a block has its gathered weights. cuDNN's own workspace is unknown without a GPU,
-    and not counted.
+    device has, their gradient, and three arrays of all tokens. Without a fused kernel a block has its weights' gradients in
+    16 bit and four arrays of attention scores (least squares over the grid gives 1.14 and 4.23; all else shares that memory
+    at other times), with dropout also its mask, of a byte, and the probabilities before it. With ZeRO-3 a block has its
+    gathered weights. cuDNN's own workspace is unknown without a GPU, and not counted.
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
     whole, head = item * rows_of(model, parallel) * model.hidden, _head_bytes(run, item, sharding)
-    if model.experts is not None and parallel.attention in FUSED:
-        block = _expert_workspace(run, item) + _beside_block(run, item, sharding)
-        return block + head - 2 * whole if StepProgram.of(run).merges else max(block, head)
     if parallel.attention in FUSED:
         return max(_block_bytes(run, item, sharding), head)
     gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
@@ -175,8 +179,9 @@ def _head_bytes(run: RunConfig, item: int, sharding: Sharding) -> int:
 
 
 def _block_bytes(run: RunConfig, item: int, sharding: Sharding) -> int:
-    """Bytes that a block with a fused attention kernel, and without experts, needs: see `workspace`."""
-    return _block_workspace(run, item) + _beside_block(run, item, sharding)
+    """Bytes that a block with a fused attention kernel needs: see `workspace`."""
+    own = _block_workspace if model_costs(run.model).experts is None else _expert_workspace
+    return own(run, item) + _beside_block(run, item, sharding)
 
 
 def _beside_block(run: RunConfig, item: int, sharding: Sharding) -> int:
@@ -229,15 +234,21 @@ def _block_workspace(run: RunConfig, item: int) -> int:
 def _expert_workspace(run: RunConfig, item: int) -> int:
     """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32 if not added in place, and rows.
 
-    Of the rows: copies of tokens and of gradients, and what is before and after the activation, with gradients. With full
-    recomputation the forward of a merged tick has its own before the activation, beside that of the backward.
+    Of the rows: copies of tokens and of gradients, and what is before and after the activation, or the gradients of these;
+    both with full recomputation, and with rounds of dispatch, which keep nothing. Besides, six arrays of the residual
+    stream, what is gathered over the tensor group, and the tokens that replicas send here, with all-to-all four times: an
+    exchange has buffers of its own. Read off the buffers at the peak of compiled programs.
     """
     model, parallel, program = model_costs(run.model), run.parallel, StepProgram.of(run)
     common, experts = block_parameters(run)
-    widths = [max(one.inputs, one.outputs) for one in model.matmuls if one.split and one.name.startswith("experts")]
-    again = program.merges and program.paired and parallel.recompute == "full"
-    width = (2 * sum(widths) + again * max(widths)) / model.experts.chosen / parallel.tensor
     room = model.expert_rows(parallel.expert, parallel.expert_dispatch)
-    rows = rows_of(model, parallel) * model.experts.chosen * room
+    full, rounds = parallel.recompute == "full", room < model.expert_rows(parallel.expert)
+    inner = model.routed_inner / model.experts.chosen / parallel.tensor * (2 if full or rounds else 1)
+    tokens = rows_of(model, parallel)
+    rows = tokens * model.experts.chosen * room
     gradients = 0 if program.experts_in_place else 4 * experts
-    return item * common + gradients + int(rows * item * (2 * model.hidden + width))
+    split = parallel.tensor > 1 and parallel.sequence_parallel
+    sent = model.experts.places(parallel.expert, parallel.expert_dispatch) if parallel.expert > 1 else 0.0
+    sent *= 4 if parallel.expert_dispatch == "all_to_all" else 1
+    arrays = (6 + sent) / parallel.sequence_shares + 5 * split
+    return item * common + gradients + int(item * (rows * (2 * model.hidden + inner) + arrays * tokens * model.hidden))
