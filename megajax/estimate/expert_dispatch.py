@@ -16,7 +16,9 @@ from megajax.ops.expert_rounds import FIRST, balanced_share
 
 __all__ = [
     "CHOICES",
+    "DispatchSeconds",
     "GATHER",
+    "TENSOR_HIDDEN",
     "by_all_to_all",
     "dispatch_times",
     "dispatches",
@@ -28,6 +30,7 @@ __all__ = [
 GATHER, ALL_TO_ALL = "all-gather", "all-to-all"
 TOKENS, CHOICES = "tokens and experts' results", "choices of experts"
 CHOICE = 4  # bytes: an expert's number, its weight
+TENSOR_HIDDEN = 0.4  # with tensor parallelism the part of a merged tick's exchanges that matmuls hide
 
 
 class Dispatch(NamedTuple):
@@ -67,10 +70,51 @@ def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int) -> list[D
     return [*tokens, Dispatch(CHOICES, GATHER, choices, 2, 2 * again), Dispatch(CHOICES, ALL_TO_ALL, choices, 0, 1)]
 
 
-def expert_seconds(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> tuple[float, float]:
-    """Seconds in which a forward and a backward of a block send tokens to their experts' replicas, and results back."""
+class ExposedSeconds(NamedTuple):
+    """Seconds in which a block with experts sends tokens and nothing else: in each pass, and in both of a merged tick."""
+
+    forward: float
+    backward: float
+    merged: float
+
+
+class DispatchSeconds(NamedTuple):
+    """Seconds in which a block with experts sends tokens to their replicas, and results back.
+
+    Attributes:
+      forward, backward: all of it.
+      first: the backward's first exchange, of its output's gradient.
+      again: its exchange that sends the tokens again, for the weights' gradients.
+      choices: what is sent of choices, in both passes.
+    """
+
+    forward: float
+    backward: float
+    first: float
+    again: float
+    choices: float
+
+    def exposed(self, tensor: int) -> ExposedSeconds:
+        """What the order of the program leaves exposed, however long kernels take, with so many tensor ranks.
+
+        A backward needs the tokens that are sent again for its last matmuls only. For its output's gradient all that it
+        computes waits. In a merged tick the other pass could hide that, but XLA's scheduler starts with it, and with
+        choices; the other exchanges have the other pass's matmuls beside them. With tensor parallelism it hides less: it
+        has the tensor group's collectives to put beside the same matmuls, and with two ranks starts one at a time.
+        """
+        both = self.forward + self.backward
+        if tensor > 1:
+            return ExposedSeconds(self.forward, self.backward, (1 - TENSOR_HIDDEN) * both)
+        return ExposedSeconds(self.forward, self.backward - self.again, min(both, self.first + self.choices))
+
+
+def expert_seconds(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> DispatchSeconds:
+    """Of a microbatch, in one block."""
     sent = [(one, one.seconds(parallel, rates)) for one in dispatches(model, parallel, item)]
-    return sum(one.forward * each for one, each in sent), sum(one.backward * each for one, each in sent)
+    forward, backward = (sum(getattr(one, name) * each for one, each in sent) for name in ("forward", "backward"))
+    choices = sum((one.forward + one.backward) * each for one, each in sent if one.what == CHOICES)
+    first = sent[0][1] if sent else 0.0
+    return DispatchSeconds(forward, backward, first, first * (parallel.recompute != "none"), choices)
 
 
 def dispatch_times(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> tuple[float, float]:

@@ -10,12 +10,12 @@ import functools
 import numpy as np
 
 from megajax.estimate.communication import BlockSends, block_sends
-from megajax.estimate.expert_dispatch import by_all_to_all, expert_seconds, sent_share
+from megajax.estimate.expert_dispatch import DispatchSeconds, by_all_to_all, expert_seconds
 from megajax.estimate.kept import kept_by_experts
 from megajax.estimate.program_kernels import Kernels, Work
 from megajax.ops.tokamax_kernels import FASTEST_PRODUCT
 
-__all__ = ["EXPERTS_HIDDEN", "SLICE", "ExpertKernels"]
+__all__ = ["SLICE", "ExpertKernels"]
 
 SLICE = 4  # bytes for each parameter of a 16-bit copy out of the stack of layers, read and written
 # Bytes for each parameter on the device of its fp32 gradient where its kernel does not add it to the sums: it is copied out
@@ -29,8 +29,6 @@ HIDDEN_PASSES, INNER_PASSES, ONE_PASS = (2, 3), (1, 3), 2
 # of them with all-to-all.
 GATHERED_PASSES, SUMMED_PASSES, RECEIVED_PASSES, SENT_PASSES = (4, 6), (1, 2), (1, 4), (2, 4)
 EXPERT_KERNELS, ROUTED_KERNELS = (25, 45), (15, 20)
-# And of their communication in a merged tick what the other pass hides: with tensor parallelism, and without.
-EXPERTS_HIDDEN = (0.4, 0.0)
 
 
 class ExpertKernels(Kernels):
@@ -44,10 +42,8 @@ class ExpertKernels(Kernels):
     @functools.cached_property
     def received(self) -> float:
         """Places of tokens that the group sends to a device, for each token of a microbatch: all, or those of a bucket."""
-        degree, experts = self.parallel.expert, self.model.experts
-        if degree == 1 or experts is None or self.parallel.expert_dispatch != "bucketed":
-            return degree
-        return degree * sent_share(experts, self.parallel)[0]
+        experts, parallel = self.model.experts, self.parallel
+        return experts.places(parallel.expert, parallel.expert_dispatch) if experts else parallel.expert
 
     @functools.cached_property
     def held(self) -> int:
@@ -97,9 +93,14 @@ class ExpertKernels(Kernels):
         return passes * self.model.hidden / self.split
 
     @functools.cached_property
-    def dispatched(self) -> tuple[float, float]:
-        """Seconds in which a forward and a backward send tokens to their experts' replicas, and results back."""
+    def dispatched(self) -> DispatchSeconds:
+        """Sending a microbatch's tokens to their experts' replicas, and results back."""
         return expert_seconds(self.model, self.parallel, self.rates, self.item)
+
+    def exposed_dispatch(self, of: str, beside: Work) -> float:
+        """Seconds of it that no kernel hides, `of` a "backward", or of both passes "merged", with these kernels."""
+        whole = self.dispatched.backward + (self.dispatched.forward if of == "merged" else 0.0)
+        return max(getattr(self.dispatched.exposed(self.parallel.tensor), of), whole - beside.compute)
 
     @functools.cached_property
     def sends(self) -> BlockSends:

@@ -25,8 +25,7 @@ from megajax.estimate import model_costs
 from megajax.estimate.attention_kernels import CONTEXT_MERGED
 from megajax.estimate.auto import placements
 from megajax.estimate.communication import step_sends
-from megajax.estimate.expert_dispatch import expert_seconds, with_expert_dispatch
-from megajax.estimate.expert_kernels import EXPERTS_HIDDEN
+from megajax.estimate.expert_dispatch import ExposedSeconds, expert_seconds, with_expert_dispatch
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.kept import kept_of_block
 from megajax.estimate.kinds import layers_of_kinds
@@ -212,20 +211,20 @@ class Bounds:
         """Whether the model has layers of several kinds."""
         return self._shared("differ", lambda: bool(layer_kinds(run.model)))
 
-    def _dispatch(self, run: RunConfig) -> tuple[str, tuple[tuple[float, float], ...]]:
-        """How tokens get to their experts, and the seconds of that of a block of each kind, in a forward and a backward."""
+    def _dispatch(self, run: RunConfig) -> tuple[str, tuple[ExposedSeconds, ...]]:
+        """How tokens get to their experts, and what of that is exposed at least, of a block of each kind."""
         parallel = run.parallel
         if parallel.expert == 1:
-            return "gather", ((0.0, 0.0),) * len(self._layers(run, 1))
+            return "gather", (ExposedSeconds(0.0, 0.0, 0.0),) * len(self._layers(run, 1))
         own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.sequence_parallel)
         own += (parallel.recompute == "none", parallel.expert_dispatch)
         own += (min(spread(parallel, "data"), self.gpu.host_size),)  # with which the devices in a host are the same
 
-        def make() -> tuple[str, tuple[tuple[float, float], ...]]:
+        def make() -> tuple[str, tuple[ExposedSeconds, ...]]:
             one = with_expert_dispatch(_unscheduled(run).with_layout(recompute=parallel.recompute), self.gpu)
             kinds = (Kernels(kind.run, self.gpu) for kind in layers_of_kinds(one))
-            sent = tuple(expert_seconds(kind.model, one.parallel, kind.rates, kind.item) for kind in kinds)
-            return one.parallel.expert_dispatch, sent
+            sent = (expert_seconds(kind.model, one.parallel, kind.rates, kind.item) for kind in kinds)
+            return one.parallel.expert_dispatch, tuple(each.exposed(parallel.tensor) for each in sent)
 
         return self._shared(("dispatch", own), make)
 
@@ -242,10 +241,9 @@ class Bounds:
 
         # What ticks hide that merge, which those of several kinds of layers do not.
         merges = not self._differ(run)
-        shown = 1 - EXPERTS_HIDDEN[parallel.tensor == 1] if merges else 1.0
         around = (CONTEXT_MERGED if merges else 1.0) * self._around(run)
         return tuple(
-            max(kernels + around, gathered - once) + shown * sum(each)
+            max(kernels + around, gathered - once) + (each.merged if merges else each.forward + each.backward)
             for (kernels, once), gathered, each in zip(
                 self._shared(("least", own, parallel.expert, dispatch), make), self._gathered(run), sent, strict=True
             )
@@ -279,15 +277,14 @@ class Bounds:
 
     def _blocks(self, run: RunConfig, splits: bool) -> tuple[BlockTimes, ...]:
         """A block of each kind, in a schedule that splits its backwards or not. Of one stage for the run's schedule only."""
-        shown, (_, sent) = 1 - EXPERTS_HIDDEN[run.parallel.tensor == 1], self._dispatch(run)
         return tuple(
             one._replace(
-                forward=one.forward + forward,
-                backward=one.backward + backward,
-                part=one.part + backward,
-                merged=one.merged + shown * (forward + backward),
+                forward=one.forward + sent.forward,
+                backward=one.backward + sent.backward,
+                part=one.part + sent.backward,
+                merged=one.merged + sent.merged,
             )
-            for one, (forward, backward) in zip(self._blocks_alone(run, splits), sent, strict=True)
+            for one, sent in zip(self._blocks_alone(run, splits), self._dispatch(run)[1], strict=True)
         )
 
     def _blocks_alone(self, run: RunConfig, splits: bool) -> tuple[BlockTimes, ...]:
