@@ -83,38 +83,35 @@ class DispatchSeconds(NamedTuple):
 
     Attributes:
       forward, backward: all of it.
-      first: the backward's first exchange, of its output's gradient.
-      again: its exchange that sends the tokens again, for the weights' gradients.
-      choices: what is sent of choices, in both passes.
+      exposed: what the order of the program leaves exposed, however long kernels take.
     """
 
     forward: float
     backward: float
-    first: float
-    again: float
-    choices: float
-
-    def exposed(self, tensor: int) -> ExposedSeconds:
-        """What the order of the program leaves exposed, however long kernels take, with so many tensor ranks.
-
-        A backward needs the tokens that are sent again for its last matmuls only. For its output's gradient all that it
-        computes waits. In a merged tick the other pass could hide that, but XLA's scheduler starts with it, and with
-        choices; the other exchanges have the other pass's matmuls beside them. With tensor parallelism it hides less: it
-        has the tensor group's collectives to put beside the same matmuls, and with two ranks starts one at a time.
-        """
-        both = self.forward + self.backward
-        if tensor > 1:
-            return ExposedSeconds(self.forward, self.backward, (1 - TENSOR_HIDDEN) * both)
-        return ExposedSeconds(self.forward, self.backward - self.again, min(both, self.first + self.choices))
+    exposed: ExposedSeconds
 
 
 def expert_seconds(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> DispatchSeconds:
-    """Of a microbatch, in one block."""
+    """Of a microbatch, in one block.
+
+    A backward needs the tokens that are sent again for its last matmuls only, unless it computes its forward again. For its
+    output's gradient all that it computes waits. In a merged tick the other pass could hide that, but XLA's scheduler
+    starts with it, and with choices; the other exchanges have the other pass's matmuls beside them. With full
+    recomputation there are few matmuls to put there: only the forward's results return beside the weights' gradients. With
+    tensor parallelism, too, less is hidden: collectives of the tensor group are beside the same matmuls, and with two ranks
+    one may start at a time.
+    """
     sent = [(one, one.seconds(parallel, rates)) for one in dispatches(model, parallel, item)]
     forward, backward = (sum(getattr(one, name) * each for one, each in sent) for name in ("forward", "backward"))
+    both, tokens = forward + backward, [each for one, each in sent if one.what == TOKENS]
+    if parallel.tensor > 1 or not tokens:
+        return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward, (1 - TENSOR_HIDDEN) * both))
+    first, last = tokens[0], tokens[-1]  # sending tokens, and results back
+    if parallel.recompute == "full":
+        return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward, both - last))
     choices = sum((one.forward + one.backward) * each for one, each in sent if one.what == CHOICES)
-    first = sent[0][1] if sent else 0.0
-    return DispatchSeconds(forward, backward, first, first * (parallel.recompute != "none"), choices)
+    again = first * (parallel.recompute != "none")
+    return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward - again, min(both, first + choices)))
 
 
 def dispatch_times(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> tuple[float, float]:

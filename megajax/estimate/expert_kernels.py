@@ -59,7 +59,8 @@ class ExpertKernels(Kernels):
         in_place, splits = self.program.experts_in_place, backward and self.program.splits
         copies = 2 if splits else not in_place  # out of the stack, one each of I and W
         weights = self.held * SLICE * copies
-        sums = backward * self.held * (0 if in_place else EXPERT_SUMS)
+        whole = in_place or self.program.in_place and parallel.replicas == parallel.expert  # not scattered by ZeRO-3
+        sums = backward * self.held * (0 if whole else EXPERT_SUMS)
         kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * by_all_to_all(self.model.experts, parallel)
         return self.traffic(weights + sums + self.expert_rows(backward), kernels)
 
@@ -100,7 +101,7 @@ class ExpertKernels(Kernels):
     def exposed_dispatch(self, of: str, beside: Work) -> float:
         """Seconds of it that no kernel hides, `of` a "backward", or of both passes "merged", with these kernels."""
         whole = self.dispatched.backward + (self.dispatched.forward if of == "merged" else 0.0)
-        return max(getattr(self.dispatched.exposed(self.parallel.tensor), of), whole - beside.compute)
+        return max(getattr(self.dispatched.exposed, of), whole - beside.compute)
 
     @functools.cached_property
     def sends(self) -> BlockSends:

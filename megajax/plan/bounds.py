@@ -217,14 +217,14 @@ class Bounds:
         if parallel.expert == 1:
             return "gather", (ExposedSeconds(0.0, 0.0, 0.0),) * len(self._layers(run, 1))
         own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.sequence_parallel)
-        own += (parallel.recompute == "none", parallel.expert_dispatch)
+        own += (parallel.recompute, parallel.expert_dispatch)
         own += (min(spread(parallel, "data"), self.gpu.host_size),)  # with which the devices in a host are the same
 
         def make() -> tuple[str, tuple[ExposedSeconds, ...]]:
             one = with_expert_dispatch(_unscheduled(run).with_layout(recompute=parallel.recompute), self.gpu)
             kinds = (Kernels(kind.run, self.gpu) for kind in layers_of_kinds(one))
             sent = (expert_seconds(kind.model, one.parallel, kind.rates, kind.item) for kind in kinds)
-            return one.parallel.expert_dispatch, tuple(each.exposed(parallel.tensor) for each in sent)
+            return one.parallel.expert_dispatch, tuple(each.exposed for each in sent)
 
         return self._shared(("dispatch", own), make)
 

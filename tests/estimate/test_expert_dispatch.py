@@ -133,11 +133,15 @@ def test_what_programs_leave_exposed_of_a_dispatch(degree, pieces, merged, backw
     forward = pieces["gather"] + pieces["back"] + 2 * pieces["choices"]
     assert sent.forward == pytest.approx(1e-6 * forward, rel=0.01)
     assert sent.backward == pytest.approx(1e-6 * (forward + pieces["gather"] + pieces["weights"]), rel=0.01)
-    exposed = sent.exposed(tensor=1)
+    exposed = sent.exposed
     assert exposed.forward == sent.forward
     assert exposed.merged == pytest.approx(1e-6 * merged, rel=0.1)
-    assert 0 <= exposed.backward - 1e-6 * backward < sent.first  # XLA hides a part of an exchange more
+    assert 0 <= exposed.backward - 1e-6 * backward < 1e-6 * pieces["back"]  # XLA hides a part of an exchange more
     assert exposed.merged < exposed.backward < sent.backward
+    full = run.with_layout(recompute="full")
+    again = expert_seconds(model_costs(full.model), full.parallel, rates_of(H100, "bf16"), 2).exposed
+    if degree == 8:
+        assert (again.backward, again.merged) == pytest.approx((1.10e-3, 1.44e-3), rel=0.13)
 
 
 def test_what_takes_longer_than_all_kernels_beside_it_is_exposed():
@@ -145,6 +149,6 @@ def test_what_takes_longer_than_all_kernels_beside_it_is_exposed():
     fast, slow = (dataclasses.replace(H100, network_bandwidth=bandwidth) for bandwidth in (5e10, 1e8))
     run = run_of("gather", model="qwen3-30b-a3b", data=16, expert=16)
     quick, long = (Blocks(run, gpu) for gpu in (fast, slow))
-    assert quick.merged.expert == pytest.approx(quick.dispatched.exposed(1).merged)
+    assert quick.merged.expert == pytest.approx(quick.dispatched.exposed.merged)
     whole = long.dispatched.forward + long.dispatched.backward
-    assert long.merged.expert > 0.9 * whole > long.dispatched.exposed(1).merged
+    assert long.merged.expert > 0.9 * whole > long.dispatched.exposed.merged
