@@ -96,10 +96,10 @@ def expert_seconds(model: ModelCosts, parallel: ParallelConfig, rates: Rates, it
 
     A backward needs the tokens that are sent again for its last matmuls only, unless it computes its forward again. For its
     output's gradient all that it computes waits. In a merged tick the other pass could hide that, but XLA's scheduler
-    starts with it, and with choices; the other exchanges have the other pass's matmuls beside them. With full
-    recomputation there are few matmuls to put there: only the forward's results return beside the weights' gradients. With
-    tensor parallelism, too, less is hidden: collectives of the tensor group are beside the same matmuls, and with two ranks
-    one may start at a time.
+    starts with it, and with choices, and with the tokens that are gathered again if a backward has rounds, which read both.
+    The other exchanges have the other pass's matmuls beside them. With full recomputation there are few matmuls to put
+    there: only the forward's results return beside the weights' gradients. With tensor parallelism, too, less is hidden:
+    collectives of the tensor group are beside the same matmuls, and with two ranks one may start at a time.
     """
     sent = [(one, one.seconds(parallel, rates)) for one in dispatches(model, parallel, item)]
     forward, backward = (sum(getattr(one, name) * each for one, each in sent) for name in ("forward", "backward"))
@@ -111,7 +111,9 @@ def expert_seconds(model: ModelCosts, parallel: ParallelConfig, rates: Rates, it
         return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward, both - last))
     choices = sum((one.forward + one.backward) * each for one, each in sent if one.what == CHOICES)
     again = first * (parallel.recompute != "none")
-    return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward - again, min(both, first + choices)))
+    together = again * (parallel.expert_dispatch == "bucketed" and sent[0][0].kind == GATHER)
+    merged = min(both, first + together + choices)
+    return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward - again, merged))
 
 
 def dispatch_times(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> tuple[float, float]:

@@ -24,9 +24,11 @@ SLICE = 4  # bytes for each parameter of a 16-bit copy out of the stack of layer
 # routing gives a device.
 EXPERT_SUMS = 20
 HIDDEN_PASSES, INNER_PASSES, ONE_PASS = (2, 3), (1, 3), 2
+# Loops over rounds of dispatch, for each of which the host waits.
+ROUNDS = (1, 3)
 # For collectives: passes over the group's tokens, which are transposed where a tensor group shares the sequence, and
 # otherwise read to be summed; with all-to-all over what is received and over what is sent. Kernels of both passes, and more
-# of them with all-to-all.
+# of them with all-to-all or rounds.
 GATHERED_PASSES, SUMMED_PASSES, RECEIVED_PASSES, SENT_PASSES = (4, 6), (1, 2), (1, 4), (2, 4)
 EXPERT_KERNELS, ROUTED_KERNELS = (25, 45), (15, 20)
 
@@ -61,8 +63,11 @@ class ExpertKernels(Kernels):
         weights = self.held * SLICE * copies
         whole = in_place or self.program.in_place and parallel.replicas == parallel.expert  # not scattered by ZeRO-3
         sums = backward * self.held * (0 if whole else EXPERT_SUMS)
-        kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * by_all_to_all(self.model.experts, parallel)
-        return self.traffic(weights + sums + self.expert_rows(backward), kernels)
+        experts = self.model.experts
+        rounds = experts.in_rounds(parallel.expert, parallel.expert_dispatch)
+        kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * (rounds or by_all_to_all(experts, parallel))
+        waits = Work(waits=rounds * ROUNDS[backward] * self.rates.synchronisation)
+        return self.traffic(weights + sums + self.expert_rows(backward), kernels) + waits
 
     def expert_rows(self, backward: int) -> float:
         """Bytes that a forward (0) or a backward (1) of a block with experts moves of rows."""

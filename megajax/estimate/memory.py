@@ -242,7 +242,7 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     model, parallel, program = model_costs(run.model), run.parallel, StepProgram.of(run)
     common, experts = block_parameters(run)
     room = model.expert_rows(parallel.expert, parallel.expert_dispatch)
-    full, rounds = parallel.recompute == "full", room < model.expert_rows(parallel.expert)
+    full, rounds = parallel.recompute == "full", model.experts.in_rounds(parallel.expert, parallel.expert_dispatch)
     inner = model.routed_inner / model.experts.chosen / parallel.tensor * (2 if full or rounds else 1)
     tokens = rows_of(model, parallel)
     rows, hidden = tokens * model.experts.chosen * room, (2 + full) * model.hidden

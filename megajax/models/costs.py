@@ -169,6 +169,10 @@ class Experts:
             return rows_of_balanced(self.count, self.chosen, degree)
         return degree * min(here, self.chosen, here * self.share) / self.chosen
 
+    def in_rounds(self, degree: int, dispatch: str) -> bool:
+        """Whether rounds follow a first exchange that has no room for all rows (`ops/expert_rounds.py`)."""
+        return self.rows(degree, dispatch) < self.rows(degree)
+
     def places(self, degree: int, dispatch: str = "gather") -> float:
         """Places of tokens that a group sends to a device, for each of its own: of all, or those of a first exchange."""
         if dispatch == "bucketed" and degree > 1:
