@@ -235,20 +235,24 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32 if not added in place, and rows.
 
     Of the rows: copies of tokens and of gradients, and what is before and after the activation, or the gradients of these;
-    both with rounds of dispatch, which keep nothing, and with full recomputation, which has tokens twice. Besides, six
-    arrays of the residual stream, what is gathered over the tensor group, and the tokens that replicas send here; with
-    all-to-all four times, because an exchange has buffers of its own. Read off the buffers at the peak of compiled programs.
+    both with rounds of dispatch, which keep nothing, and with full recomputation, which has tokens twice; without any also
+    a copy of the activation. Besides, six arrays of the residual stream, what is gathered over the tensor group, and the
+    tokens that replicas send here: four times with all-to-all, because an exchange has buffers of its own, and where
+    nothing is sent again. Read off the buffers at the peak of compiled programs.
     """
     model, parallel, program = model_costs(run.model), run.parallel, StepProgram.of(run)
     common, experts = block_parameters(run)
     room = model.expert_rows(parallel.expert, parallel.expert_dispatch)
     full, rounds = parallel.recompute == "full", model.experts.in_rounds(parallel.expert, parallel.expert_dispatch)
-    inner = model.routed_inner / model.experts.chosen / parallel.tensor * (2 if full or rounds else 1)
+    inner, none = model.routed_inner * (2 if full or rounds else 1), parallel.recompute == "none"
+    if none:
+        inner += sum(one.inputs for one in model.matmuls if one.name.startswith("experts") and one.split != "column")
+    inner /= model.experts.chosen * parallel.tensor
     tokens = rows_of(model, parallel)
     rows, hidden = tokens * model.experts.chosen * room, (2 + full) * model.hidden
     gradients = 0 if program.experts_in_place else 4 * experts
     split = parallel.tensor > 1 and parallel.sequence_parallel
     sent = model.experts.places(parallel.expert, parallel.expert_dispatch) if parallel.expert > 1 else 0.0
-    sent *= 4 if parallel.expert_dispatch == "all_to_all" else 1
+    sent *= 4 if none or parallel.expert_dispatch == "all_to_all" else 1
     arrays = (6 + sent) / parallel.sequence_shares + 5 * split
     return item * common + gradients + int(item * (rows * (hidden + inner) + arrays * tokens * model.hidden))

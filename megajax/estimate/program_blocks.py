@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from megajax.estimate.attention_kernels import CONTEXT_MERGED, AttentionKernels
 from megajax.estimate.expert_dispatch import TENSOR_HIDDEN
 from megajax.estimate.expert_kernels import SLICE, ExpertKernels
-from megajax.estimate.gpus import is_fused
 from megajax.estimate.kept import is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
 from megajax.estimate.merged_ticks import exposed_of_one_stage, exposed_parts, has_latencies
 from megajax.estimate.parameters import block_arrays
@@ -121,30 +120,6 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             Product(*one.on_device(parallel.tensor), parallel.recompute in one.recomputed, parts.get(one, 0.0))
             for one in model.matmuls
         ]
-
-    @property
-    def least(self) -> tuple[float, float]:
-        """Seconds of products, fused attention and experts' rows of a forward and a backward, whatever the schedule is.
-
-        And those of the products that full recomputation does not repeat.
-        """
-        products = self._matmuls(self._products) + self._matmuls(self._products, "inputs")
-        added = lambda one: "weights" if self.parallel.pipe > 1 or not one.experts else "outputs"  # noqa: E731
-        if trained_parameters(self.program.run) is None:
-            products += sum((self._matmuls([one], added(one)) for one in self._products), Work())
-        if full := self.parallel.recompute == "full":
-            products += self._matmuls(one for one in self._products if one.repeated)
-        if is_fused(self.parallel):
-            products += self.attention[0] * (1 + full) + self.attention[1]
-        rows = self.traffic(self.expert_rows(0) + self.expert_rows(1)).total if self.held else 0.0
-        once = self._matmuls(one for one in self._products if not one.repeated).matmul if full else 0.0
-        return products.compute + rows, once
-
-    @property
-    def gathered(self) -> float:
-        """Seconds of ZeRO-3's collectives of a forward and a backward, one after the other."""
-        each = self.sharded([(one.weights, one.experts) for one in self._products])
-        return 2 * (sum(each["gathers"]) + each["other_gathers"]) + sum(each["scatters"]) + each["other_scatters"]
 
     @functools.cached_property
     def _elementwise(self) -> float:

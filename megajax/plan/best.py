@@ -181,7 +181,7 @@ class _BestFirst:
                 self.limit = min(self.limit, self.within * seconds)
             elif not one.whole:
                 for node in self._recomputing(one):
-                    least = bounds.least_seconds(node.run)
+                    least = bounds.least_seconds(node.run, kernels=True)
                     heapq.heappush(heap, (max(seconds, least), 0, (), node.place, node, bounds))
             elif not one.bounded:
                 if bounds.memory_of_a_microbatch(one.run) > self.question.memory_limit:

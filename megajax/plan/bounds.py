@@ -29,6 +29,7 @@ from megajax.estimate.expert_dispatch import ExposedSeconds, expert_seconds, wit
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.kept import kept_of_block
 from megajax.estimate.kinds import layers_of_kinds
+from megajax.estimate.least_blocks import LeastBlocks
 from megajax.estimate.memory import ITEMSIZE, bytes_per_device, workspace
 from megajax.estimate.parameters import (
     Sharding,
@@ -72,9 +73,9 @@ class Bounds:
         self._step = EXACT * (1 + waiting(gpu, gpus))
         self._known: dict[Hashable, Any] = {}
 
-    def least_seconds(self, run: RunConfig) -> float:
-        """Of a step of the run as for `seconds`, of less and sooner found."""
-        blocks = sum(map(operator.mul, self._layers(run, 1), self._least(run)))
+    def least_seconds(self, run: RunConfig, *, kernels: bool = False) -> float:
+        """Of a step of the run as for `seconds`, of less and sooner found; `kernels`: of more, if it has several stages."""
+        blocks = sum(map(operator.mul, self._layers(run, 1), self._least(run, kernels and run.parallel.pipe > 1)))
         return self._step * (run.microbatches * (blocks + self._ends(run)) + self._once(run))
 
     def seconds(self, run: RunConfig) -> float:
@@ -228,17 +229,21 @@ class Bounds:
 
         return self._shared(("dispatch", own), make)
 
-    def _least(self, run: RunConfig) -> tuple[float, ...]:
-        """Seconds of what is the same of a block of each kind in all schedules, and quickly found."""
+    def _least(self, run: RunConfig, kernels: bool = False) -> tuple[float, ...]:
+        """Seconds of what is the same of a block of each kind in all schedules, and quickly found; `kernels`: of all."""
         parallel, (dispatch, sent) = run.parallel, self._dispatch(run)
-        own = (parallel.tensor, parallel.microbatch_size / parallel.context, parallel.ring_ranks)
-        own += (parallel.attention, parallel.sequence_parallel, parallel.tensor_overlap, parallel.pipe > 1)
-        own += (parallel.recompute == "full",)
+        same: dict[str, Any] = {"zero": 0, "recompute": parallel.recompute, "expert_dispatch": dispatch}
+        own = (parallel.tensor, parallel.microbatch_size / parallel.context, parallel.ring_ranks, parallel.attention)
+        own += (parallel.sequence_parallel, parallel.tensor_overlap, parallel.pipe > 1, parallel.recompute == "full")
+        if kernels:
+            same["recompute_blocks"] = parallel.recompute_blocks
+            own += (parallel.context, parallel.recompute, parallel.recompute_blocks, parallel.context_exchange)
 
-        def make() -> tuple[tuple[float, float], ...]:
-            one = _unscheduled(run).with_layout(zero=0, recompute=parallel.recompute, expert_dispatch=dispatch)
-            return self._of_kinds(("least", own), one, lambda kind: Blocks(kind, self.gpu).least)
+        def least(kind: RunConfig) -> tuple[float, float]:
+            block = LeastBlocks(kind, self.gpu)
+            return (block.kernels_alone, block.least[1]) if kernels else block.least
 
+        make = lambda: self._of_kinds(("least", own), _unscheduled(run).with_layout(**same), least)  # noqa: E731
         # What ticks hide that merge, which those of several kinds of layers do not.
         merges = not self._differ(run)
         around = (CONTEXT_MERGED if merges else 1.0) * self._around(run)
@@ -250,7 +255,7 @@ class Bounds:
         )
 
     def _gathered(self, run: RunConfig) -> tuple[float, ...]:
-        """Seconds of ZeRO-3's collectives of a block of each kind: it takes no less, but for what `Blocks.least` says."""
+        """Seconds of ZeRO-3's collectives of a block of each kind, which takes no less: see `_least`."""
         parallel = run.parallel
         if parallel.zero < 3:
             return (0.0,) * len(self._layers(run, 1))
@@ -258,7 +263,7 @@ class Bounds:
         own += (min(spread(parallel, "data"), self.gpu.host_size),)
 
         def make() -> tuple[float, ...]:
-            return tuple(Blocks(kind.run, self.gpu).gathered for kind in layers_of_kinds(_unscheduled(run)))
+            return tuple(LeastBlocks(kind.run, self.gpu).gathered for kind in layers_of_kinds(_unscheduled(run)))
 
         return self._shared(("gathered", own), make)
 
