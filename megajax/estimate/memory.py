@@ -77,6 +77,8 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     if sharding.zero >= 3 and (own := experts_of_modules(run)):
         elsewhere += own - own * parallel.expert // parallel.replicas
     gathered = item * elsewhere if item < 4 else 0
+    if sharding.zero >= 3 and _shards_experts(run):  # XLA has shards of experts in the order of their gathers, too
+        copies += item * rank_block_parameters(run)[1] * parallel.expert // parallel.replicas
     # Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
     # hoists the transposition of the blocks' weights out of the loops. Where ticks merge, only the loops of the last ticks,
     # which have no forward, transpose the stash: the weights of forwards are no longer needed, and their memory is reused.
@@ -185,10 +187,19 @@ def _block_bytes(run: RunConfig, item: int, sharding: Sharding) -> int:
 
 
 def _beside_block(run: RunConfig, item: int, sharding: Sharding) -> int:
-    """Bytes of mixers' scratch, and with ZeRO-3 of a block's gathered weights."""
+    """Bytes of mixers' scratch, and with ZeRO-3 of a block's gathered weights, of experts in each pass of a merged tick."""
     model, parallel = model_costs(run.model), run.parallel
     scratch = rows_of(model, parallel) * max(kind.scratch for _, kind in model.layers_of_kinds) // parallel.tensor
-    return scratch + (sum(block_parameters(run)) * item if sharding.zero >= 3 else 0)
+    if sharding.zero < 3:
+        return scratch
+    common, experts = block_parameters(run)
+    merges = StepProgram.of(run).merges and StepProgram.of(run).paired
+    return scratch + item * (common + _shards_experts(run) * (1 + merges) * experts)
+
+
+def _shards_experts(run: RunConfig) -> bool:
+    """Whether several replicas have the same experts, which ZeRO-3 shards over them."""
+    return run.parallel.replicas > run.parallel.expert
 
 
 def _modules_workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
@@ -235,17 +246,19 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32 if not added in place, and rows.
 
     Of the rows: copies of tokens and of gradients, and what is before and after the activation, or the gradients of these;
-    both with rounds of dispatch, which keep nothing, and with full recomputation, which has tokens twice; without any also
-    a copy of the activation. Besides, six arrays of the residual stream, what is gathered over the tensor group, and the
-    tokens that replicas send here: four times with all-to-all, because an exchange has buffers of its own, and where
-    nothing is sent again. Read off the buffers at the peak of compiled programs.
+    both with rounds of dispatch, which keep nothing, and with full recomputation, which has tokens twice. Otherwise in
+    merged ticks with dispatch the activations of both passes, and without recomputation a copy of the kept one. Besides, six
+    arrays of the residual stream, what is gathered over the tensor group, and the tokens that replicas send here: four times
+    with all-to-all, because an exchange has buffers of its own, and where nothing is sent again. Read off the buffers at the
+    peak of compiled programs.
     """
     model, parallel, program = model_costs(run.model), run.parallel, StepProgram.of(run)
     common, experts = block_parameters(run)
     room = model.expert_rows(parallel.expert, parallel.expert_dispatch)
     full, rounds = parallel.recompute == "full", model.experts.in_rounds(parallel.expert, parallel.expert_dispatch)
     inner, none = model.routed_inner * (2 if full or rounds else 1), parallel.recompute == "none"
-    if none:
+    both = program.merges and program.paired and parallel.expert > 1 and not (full or rounds)
+    if none or both:
         inner += sum(one.inputs for one in model.matmuls if one.name.startswith("experts") and one.split != "column")
     inner /= model.experts.chosen * parallel.tensor
     tokens = rows_of(model, parallel)
