@@ -246,8 +246,8 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32 if not added in place, and rows.
 
     Of the rows: copies of tokens and of gradients, and what is before and after the activation, or the gradients of these;
-    both with rounds of dispatch, which keep nothing, and with full recomputation, which has tokens twice. Otherwise in
-    merged ticks with dispatch the activations of both passes, and without recomputation a copy of the kept one. Besides, six
+    both with rounds of dispatch, which keep nothing, and with full recomputation, which has tokens twice. In merged ticks
+    with dispatch, but for rounds, the activations of both passes, and without recomputation a copy of the kept one; six
     arrays of the residual stream, what is gathered over the tensor group, and the tokens that replicas send here: four times
     with all-to-all, because an exchange has buffers of its own, and where nothing is sent again. Read off the buffers at the
     peak of compiled programs.
@@ -257,7 +257,7 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     room = model.expert_rows(parallel.expert, parallel.expert_dispatch)
     full, rounds = parallel.recompute == "full", model.experts.in_rounds(parallel.expert, parallel.expert_dispatch)
     inner, none = model.routed_inner * (2 if full or rounds else 1), parallel.recompute == "none"
-    both = program.merges and program.paired and parallel.expert > 1 and not (full or rounds)
+    both = program.merges and program.paired and parallel.expert > 1 and (full or not rounds)
     if none or both:
         inner += sum(one.inputs for one in model.matmuls if one.name.startswith("experts") and one.split != "column")
     inner /= model.experts.chosen * parallel.tensor
