@@ -105,8 +105,8 @@ class AttentionKernels(Kernels):
         a backward they run beside the steps' products, those of gradients too. Where a tensor group has collectives as well,
         about as many of a backward as of a forward are exposed, and those of both run beside nothing else.
         """
-        ranks, (_, elements), copied = self.parallel.context, context_sends(self.run), self._copied(backward)
-        if ranks == 1 or not elements:
+        copied = self._copied(backward)
+        if self.parallel.context == 1 or not context_sends(self.run)[1]:
             return copied
         if self.parallel.ring_ranks == 1:
             return copied + sum(self.exchanges(backward))
@@ -134,9 +134,9 @@ class AttentionKernels(Kernels):
 
     def round_ring(self, backward: int) -> tuple[float, float]:
         """Seconds of the sends round the ring that attention waits for, and of the kernels beside them: see `around`."""
-        ranks, (_, elements) = self.parallel.context, context_sends(self.run)
-        if self.parallel.ring_ranks == 1 or not elements:
+        if self.parallel.ring_ranks == 1 or not (elements := context_sends(self.run)[1]):
             return 0.0, 0.0
+        ranks = self.parallel.context
         one, alone = self.send(elements * self.item, "data", ranks), self.parallel.tensor == 1
         if backward and alone:
             return (4 * ranks - 2) * one, self.attention[1].attention

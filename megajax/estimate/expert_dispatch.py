@@ -16,7 +16,9 @@ from megajax.ops.expert_rounds import FIRST, balanced_share
 
 __all__ = [
     "CHOICES",
+    "DispatchSeconds",
     "GATHER",
+    "TENSOR_HIDDEN",
     "by_all_to_all",
     "dispatch_times",
     "dispatches",
@@ -28,6 +30,7 @@ __all__ = [
 GATHER, ALL_TO_ALL = "all-gather", "all-to-all"
 TOKENS, CHOICES = "tokens and experts' results", "choices of experts"
 CHOICE = 4  # bytes: an expert's number, its weight
+TENSOR_HIDDEN = 0.4  # with tensor parallelism the part of a merged tick's exchanges that matmuls hide
 
 
 class Dispatch(NamedTuple):
@@ -67,10 +70,50 @@ def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int) -> list[D
     return [*tokens, Dispatch(CHOICES, GATHER, choices, 2, 2 * again), Dispatch(CHOICES, ALL_TO_ALL, choices, 0, 1)]
 
 
-def expert_seconds(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> tuple[float, float]:
-    """Seconds in which a forward and a backward of a block send tokens to their experts' replicas, and results back."""
+class ExposedSeconds(NamedTuple):
+    """Seconds in which a block with experts sends tokens and nothing else: in each pass, and in both of a merged tick."""
+
+    forward: float
+    backward: float
+    merged: float
+
+
+class DispatchSeconds(NamedTuple):
+    """Seconds in which a block with experts sends tokens to their replicas, and results back.
+
+    Attributes:
+      forward, backward: all of it.
+      exposed: what the order of the program leaves exposed, however long kernels take.
+    """
+
+    forward: float
+    backward: float
+    exposed: ExposedSeconds
+
+
+def expert_seconds(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> DispatchSeconds:
+    """Of a microbatch, in one block.
+
+    A backward needs the tokens that are sent again for its last matmuls only, unless it computes its forward again. For its
+    output's gradient all that it computes waits. In a merged tick the other pass could hide that, but XLA's scheduler
+    starts with it, and with choices, and with the tokens that are gathered again if a backward has rounds, which read both.
+    The other exchanges have the other pass's matmuls beside them. With full recomputation there are few matmuls to put
+    there: only the forward's results return beside the weights' gradients. With tensor parallelism, too, less is hidden:
+    collectives of the tensor group are beside the same matmuls, and with two ranks one may start at a time.
+    """
     sent = [(one, one.seconds(parallel, rates)) for one in dispatches(model, parallel, item)]
-    return sum(one.forward * each for one, each in sent), sum(one.backward * each for one, each in sent)
+    forward, backward = (sum(getattr(one, name) * each for one, each in sent) for name in ("forward", "backward"))
+    both, tokens = forward + backward, [each for one, each in sent if one.what == TOKENS]
+    if parallel.tensor > 1 or not tokens:
+        return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward, (1 - TENSOR_HIDDEN) * both))
+    first, last = tokens[0], tokens[-1]  # sending tokens, and results back
+    if parallel.recompute == "full":
+        return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward, both - last))
+    choices = sum((one.forward + one.backward) * each for one, each in sent if one.what == CHOICES)
+    again = first * (parallel.recompute != "none")
+    together = again * (parallel.expert_dispatch == "bucketed" and sent[0][0].kind == GATHER)
+    merged = min(both, first + together + choices)
+    return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward - again, merged))
 
 
 def dispatch_times(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> tuple[float, float]:

@@ -10,12 +10,12 @@ import functools
 import numpy as np
 
 from megajax.estimate.communication import BlockSends, block_sends
-from megajax.estimate.expert_dispatch import by_all_to_all, expert_seconds, sent_share
+from megajax.estimate.expert_dispatch import DispatchSeconds, by_all_to_all, expert_seconds
 from megajax.estimate.kept import kept_by_experts
 from megajax.estimate.program_kernels import Kernels, Work
 from megajax.ops.tokamax_kernels import FASTEST_PRODUCT
 
-__all__ = ["EXPERTS_HIDDEN", "SLICE", "ExpertKernels"]
+__all__ = ["SLICE", "ExpertKernels"]
 
 SLICE = 4  # bytes for each parameter of a 16-bit copy out of the stack of layers, read and written
 # Bytes for each parameter on the device of its fp32 gradient where its kernel does not add it to the sums: it is copied out
@@ -24,13 +24,13 @@ SLICE = 4  # bytes for each parameter of a 16-bit copy out of the stack of layer
 # routing gives a device.
 EXPERT_SUMS = 20
 HIDDEN_PASSES, INNER_PASSES, ONE_PASS = (2, 3), (1, 3), 2
+# Loops over rounds of dispatch, for each of which the host waits.
+ROUNDS = (1, 3)
 # For collectives: passes over the group's tokens, which are transposed where a tensor group shares the sequence, and
 # otherwise read to be summed; with all-to-all over what is received and over what is sent. Kernels of both passes, and more
-# of them with all-to-all.
+# of them with all-to-all or rounds.
 GATHERED_PASSES, SUMMED_PASSES, RECEIVED_PASSES, SENT_PASSES = (4, 6), (1, 2), (1, 4), (2, 4)
 EXPERT_KERNELS, ROUTED_KERNELS = (25, 45), (15, 20)
-# And of their communication in a merged tick what the other pass hides: with tensor parallelism, and without.
-EXPERTS_HIDDEN = (0.4, 0.0)
 
 
 class ExpertKernels(Kernels):
@@ -44,10 +44,8 @@ class ExpertKernels(Kernels):
     @functools.cached_property
     def received(self) -> float:
         """Places of tokens that the group sends to a device, for each token of a microbatch: all, or those of a bucket."""
-        degree, experts = self.parallel.expert, self.model.experts
-        if degree == 1 or experts is None or self.parallel.expert_dispatch != "bucketed":
-            return degree
-        return degree * sent_share(experts, self.parallel)[0]
+        experts, parallel = self.model.experts, self.parallel
+        return experts.places(parallel.expert, parallel.expert_dispatch) if experts else parallel.expert
 
     @functools.cached_property
     def held(self) -> int:
@@ -63,15 +61,19 @@ class ExpertKernels(Kernels):
         in_place, splits = self.program.experts_in_place, backward and self.program.splits
         copies = 2 if splits else not in_place  # out of the stack, one each of I and W
         weights = self.held * SLICE * copies
-        sums = backward * self.held * (0 if in_place else EXPERT_SUMS)
-        kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * by_all_to_all(self.model.experts, parallel)
-        return self.traffic(weights + sums + self.expert_rows(backward), kernels)
+        whole = in_place or self.program.in_place and parallel.replicas == parallel.expert  # not scattered by ZeRO-3
+        sums = backward * self.held * (0 if whole else EXPERT_SUMS)
+        experts = self.model.experts
+        rounds = experts.in_rounds(parallel.expert, parallel.expert_dispatch)
+        kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * (rounds or by_all_to_all(experts, parallel))
+        waits = Work(waits=rounds * ROUNDS[backward] * self.rates.synchronisation)
+        return self.traffic(weights + sums + self.expert_rows(backward), kernels) + waits
 
-    def expert_rows(self, backward: int) -> float:
-        """Bytes that a forward (0) or a backward (1) of a block with experts moves of rows."""
+    def expert_rows(self, backward: int, *, once: bool = False) -> float:
+        """Bytes that a forward (0) or a backward (1) of a block with experts moves of rows; `once`: in one pass anyway."""
         model = self.model
         hidden = HIDDEN_PASSES[backward] * model.experts.chosen * model.hidden
-        once = backward and self.program.expert_gates_in_one_pass
+        once = backward and (once or self.program.expert_gates_in_one_pass)
         inner = (ONE_PASS / self.room if once else INNER_PASSES[backward]) * model.routed_inner / self.parallel.tensor
         tokens = self.received * model.hidden  # which the group sends here
         return self.rows * self.item * (self.room * (hidden + inner) + 2 * tokens + self._copies(backward))
@@ -97,9 +99,14 @@ class ExpertKernels(Kernels):
         return passes * self.model.hidden / self.split
 
     @functools.cached_property
-    def dispatched(self) -> tuple[float, float]:
-        """Seconds in which a forward and a backward send tokens to their experts' replicas, and results back."""
+    def dispatched(self) -> DispatchSeconds:
+        """Sending a microbatch's tokens to their experts' replicas, and results back."""
         return expert_seconds(self.model, self.parallel, self.rates, self.item)
+
+    def exposed_dispatch(self, of: str, beside: Work) -> float:
+        """Seconds of it that no kernel hides, `of` a "backward", or of both passes "merged", with these kernels."""
+        whole = self.dispatched.backward + (self.dispatched.forward if of == "merged" else 0.0)
+        return max(getattr(self.dispatched.exposed, of), whole - beside.compute)
 
     @functools.cached_property
     def sends(self) -> BlockSends:

@@ -43,7 +43,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     Returns:
       "weights" fp32, frozen ones in the precision; "optimizer" its state, fp32, and the average of the weights;
       "gradients" fp32 sums; "16-bit weights" those that the step computes with besides (none in fp32), two versions of both
-      if the schedule does not drain; "stash" values kept from forwards to backwards; "copies" of gradients that XLA makes;
+      if the schedule does not drain; "stash" values kept from forwards to backwards; "copies" of gradients, and of shards of experts, that XLA makes;
       "input to weight gradients" values that zero bubble's I keeps for its W; "inboxes" received activations and gradients;
       "workspace" of the block (or the head) being computed.
     """
@@ -66,6 +66,9 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     if sharding.zero >= 3 and (own := experts_of_modules(run)):
         elsewhere += own - own * parallel.expert // parallel.replicas
     gathered = item * elsewhere if item < 4 else 0
+    shards = 0
+    if sharding.zero >= 3 and _shards_experts(run):  # XLA has shards of experts in the order of their gathers, too
+        shards = item * rank_block_parameters(run)[1] * parallel.expert // parallel.replicas
     # Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
     # hoists the transposition of the blocks' weights out of the loops.
     transposed = item * sum(rank_block_parameters(run)) if run.train.matmul_dtype == "fp8" else 0
@@ -76,7 +79,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
         + transposed,
         "stash": stashed
         * of_chunk(lambda run, item: kept_of_block(run, item, mode) + program.unrolls * kept_twice(run, item)),
-        "copies": max(0, swapped - of_block),
+        "copies": shards + max(0, swapped - of_block),
         "input to weight gradients": slots.kept * of_chunk(kept_for_weights),
         "inboxes": slots.inbox * residual,
     }
@@ -141,18 +144,14 @@ def workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     """Bytes that are live only while a block or the head is computed.
 
     The larger of a block's (`_block_workspace`, with a fused attention kernel) and the head's: logits, of the columns that a
-    device has, their gradient, and three arrays of all tokens; with experts, where ticks merge, both. Without a fused
-    kernel a block has its weights' gradients in 16 bit and four arrays of attention scores (least squares over the grid
-    gives 1.14 and 4.23; all else shares that memory at other times), with dropout also its mask, of a byte, and the
-    probabilities before it. With ZeRO-3 a block has its gathered weights. cuDNN's own workspace is unknown without a GPU,
-    and not counted.
+    device has, their gradient, and three arrays of all tokens. Without a fused kernel a block has its weights' gradients in
+    16 bit and four arrays of attention scores (least squares over the grid gives 1.14 and 4.23; all else shares that memory
+    at other times), with dropout also its mask, of a byte, and the probabilities before it. With ZeRO-3 a block has its
+    gathered weights. cuDNN's own workspace is unknown without a GPU, and not counted.
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
     whole, head = item * rows_of(model, parallel) * model.hidden, _head_bytes(run, item, sharding)
-    if model.experts is not None and parallel.attention in FUSED:
-        block = _expert_workspace(run, item) + _beside_block(run, item, sharding)
-        return block + head - 2 * whole if StepProgram.of(run).merges else max(block, head)
     if parallel.attention in FUSED:
         return max(_block_bytes(run, item, sharding), head)
     gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
@@ -171,15 +170,25 @@ def _head_bytes(run: RunConfig, item: int, sharding: Sharding) -> int:
 
 
 def _block_bytes(run: RunConfig, item: int, sharding: Sharding) -> int:
-    """Bytes that a block with a fused attention kernel, and without experts, needs: see `workspace`."""
-    return _block_workspace(run, item) + _beside_block(run, item, sharding)
+    """Bytes that a block with a fused attention kernel needs: see `workspace`."""
+    own = _block_workspace if model_costs(run.model).experts is None else _expert_workspace
+    return own(run, item) + _beside_block(run, item, sharding)
 
 
 def _beside_block(run: RunConfig, item: int, sharding: Sharding) -> int:
-    """Bytes of mixers' scratch, and with ZeRO-3 of a block's gathered weights."""
+    """Bytes of mixers' scratch, and with ZeRO-3 of a block's gathered weights, of experts in each pass of a merged tick."""
     model, parallel = model_costs(run.model), run.parallel
     scratch = rows_of(model, parallel) * max(kind.scratch for _, kind in model.layers_of_kinds) // parallel.tensor
-    return scratch + (sum(block_parameters(run)) * item if sharding.zero >= 3 else 0)
+    if sharding.zero < 3:
+        return scratch
+    common, experts = block_parameters(run)
+    merges = StepProgram.of(run).merges and StepProgram.of(run).paired
+    return scratch + item * (common + _shards_experts(run) * (1 + merges) * experts)
+
+
+def _shards_experts(run: RunConfig) -> bool:
+    """Whether several replicas have the same experts, which ZeRO-3 shards over them."""
+    return run.parallel.replicas > run.parallel.expert
 
 
 def _modules_workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
@@ -225,15 +234,27 @@ def _block_workspace(run: RunConfig, item: int) -> int:
 def _expert_workspace(run: RunConfig, item: int) -> int:
     """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32 if not added in place, and rows.
 
-    Of the rows: copies of tokens and of gradients, and what is before and after the activation, with gradients. With full
-    recomputation the forward of a merged tick has its own before the activation, beside that of the backward.
+    Of the rows: copies of tokens and of gradients, and what is before and after the activation, or the gradients of these;
+    both with rounds of dispatch, which keep nothing, and with full recomputation, which has tokens twice. In merged ticks
+    with dispatch, but for rounds, the activations of both passes, and without recomputation a copy of the kept one; six
+    arrays of the residual stream, what is gathered over the tensor group, and the tokens that replicas send here: four times
+    with all-to-all, because an exchange has buffers of its own, and where nothing is sent again. Read off the buffers at the
+    peak of compiled programs.
     """
     model, parallel, program = model_costs(run.model), run.parallel, StepProgram.of(run)
     common, experts = block_parameters(run)
-    widths = [max(one.inputs, one.outputs) for one in model.matmuls if one.split and one.name.startswith("experts")]
-    again = program.merges and program.paired and parallel.recompute == "full"
-    width = (2 * sum(widths) + again * max(widths)) / model.experts.chosen / parallel.tensor
     room = model.expert_rows(parallel.expert, parallel.expert_dispatch)
-    rows = rows_of(model, parallel) * model.experts.chosen * room
+    full, rounds = parallel.recompute == "full", model.experts.in_rounds(parallel.expert, parallel.expert_dispatch)
+    inner, none = model.routed_inner * (2 if full or rounds else 1), parallel.recompute == "none"
+    both = program.merges and program.paired and parallel.expert > 1 and (full or not rounds)
+    if none or both:
+        inner += sum(one.inputs for one in model.matmuls if one.name.startswith("experts") and one.split != "column")
+    inner /= model.experts.chosen * parallel.tensor
+    tokens = rows_of(model, parallel)
+    rows, hidden = tokens * model.experts.chosen * room, (2 + full) * model.hidden
     gradients = 0 if program.experts_in_place else 4 * experts
-    return item * common + gradients + int(rows * item * (2 * model.hidden + width))
+    split = parallel.tensor > 1 and parallel.sequence_parallel
+    sent = model.experts.places(parallel.expert, parallel.expert_dispatch) if parallel.expert > 1 else 0.0
+    sent *= 4 if none or parallel.expert_dispatch == "all_to_all" else 1
+    arrays = (6 + sent) / parallel.sequence_shares + 5 * split
+    return item * common + gradients + int(item * (rows * (hidden + inner) + arrays * tokens * model.hidden))

@@ -17,8 +17,8 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from megajax.estimate.attention_kernels import CONTEXT_MERGED, AttentionKernels
-from megajax.estimate.expert_kernels import EXPERTS_HIDDEN, SLICE, ExpertKernels
-from megajax.estimate.gpus import is_fused
+from megajax.estimate.expert_dispatch import TENSOR_HIDDEN
+from megajax.estimate.expert_kernels import SLICE, ExpertKernels
 from megajax.estimate.kept import is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
 from megajax.estimate.merged_ticks import exposed_of_one_stage, exposed_parts, has_latencies
 from megajax.estimate.parameters import block_arrays
@@ -120,30 +120,6 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             Product(*one.on_device(parallel.tensor), parallel.recompute in one.recomputed, parts.get(one, 0.0))
             for one in model.matmuls
         ]
-
-    @property
-    def least(self) -> tuple[float, float]:
-        """Seconds of products, fused attention and experts' rows of a forward and a backward, whatever the schedule is.
-
-        And those of the products that full recomputation does not repeat.
-        """
-        products = self._matmuls(self._products) + self._matmuls(self._products, "inputs")
-        added = lambda one: "weights" if self.parallel.pipe > 1 or not one.experts else "outputs"  # noqa: E731
-        if trained_parameters(self.program.run) is None:
-            products += sum((self._matmuls([one], added(one)) for one in self._products), Work())
-        if full := self.parallel.recompute == "full":
-            products += self._matmuls(one for one in self._products if one.repeated)
-        if is_fused(self.parallel):
-            products += self.attention[0] * (1 + full) + self.attention[1]
-        rows = self.traffic(self.expert_rows(0) + self.expert_rows(1)).total if self.held else 0.0
-        once = self._matmuls(one for one in self._products if not one.repeated).matmul if full else 0.0
-        return products.compute + rows, once
-
-    @property
-    def gathered(self) -> float:
-        """Seconds of ZeRO-3's collectives of a forward and a backward, one after the other."""
-        each = self.sharded([(one.weights, one.experts) for one in self._products])
-        return 2 * (sum(each["gathers"]) + each["other_gathers"]) + sum(each["scatters"]) + each["other_scatters"]
 
     @functools.cached_property
     def _elementwise(self) -> float:
@@ -311,7 +287,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             hidden = 2 * self._collective, self._stash + copies
         exposed = self._exposed(self.sends.forward, min(hidden))
         data = self._sharded_exposed(forward_exposed, self.around(0))
-        communication = Work(tensor=exposed, context=self.around(0), expert=self.dispatched[0], data=data)
+        communication = Work(tensor=exposed, context=self.around(0), expert=self.dispatched.forward, data=data)
         offload = max(0.0, self._transfer - self._forward_kernels.total)
         return self._forward_kernels + Work(traffic=self._stash, offload=offload) + communication
 
@@ -324,9 +300,8 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         if full:
             exposed += self._exposed(self.sends.again + self.sends.sums, 0.0)
         data = self._sharded_exposed(backward_exposed, self.around(1))
-        communication = Work(
-            tensor=exposed, context=self.around(1), expert=self.dispatched[1], data=data, offload=self._transfer
-        )
+        expert = self.exposed_dispatch("backward", self._input_kernels)
+        communication = Work(tensor=exposed, context=self.around(1), expert=expert, data=data, offload=self._transfer)
         return self._input_kernels + self.traffic(self._kept - self._late) + communication
 
     @functools.cached_property
@@ -362,14 +337,12 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         """Most collectives overlap the other pass's matmuls."""
         kernels = self._forward_kernels + self._input_kernels + self._weight_kernels + self.kernels(-MERGED)
         data = merged_exposed(self._passes) if self._passes else 0.0
-        shown = 1 - EXPERTS_HIDDEN[self.parallel.tensor == 1]
         sends = self.sends
         all_of_them, _, experts = self.over_tensor(sends.forward + sends.gradients + sends.again + sends.sums)
-        exposed = self._merged_exposed(kernels, all_of_them) + shown * experts
+        exposed = self._merged_exposed(kernels, all_of_them) + (1 - TENSOR_HIDDEN) * experts
         context = CONTEXT_MERGED * (self.around(0) + self.around(1))
-        return kernels + Work(
-            traffic=self._stash, tensor=exposed, context=context, expert=shown * sum(self.dispatched), data=data
-        )
+        expert = self.exposed_dispatch("merged", kernels)
+        return kernels + Work(traffic=self._stash, tensor=exposed, context=context, expert=expert, data=data)
 
     def _merged_exposed(self, kernels: Work, all_of_them: float) -> float:
         """Seconds of a merged block's collectives that nothing overlaps, of two pairs of matmuls as of any number.

@@ -126,11 +126,11 @@ class Kernels:
         moved = operands * (rows * inner + inner * columns) + written * (2 if sums else 1)
         return self.rates.product(2 * rows * inner * columns, written, moved, faster)
 
-    def norms(self, *, backward: bool) -> Work:
+    def norms(self, *, backward: bool, early: bool | None = None) -> Work:
         """What kernels of norms do not read, write and launch (`StepProgram.norms_in_one_pass`): negative.
 
         The backward reads x and its gradient once, and sums the scale's in parts. The forward's kernel reads what x is the
-        sum of, and writes x to the stash: of the two, one is the block's input.
+        sum of, and writes x to the stash, if `early`: of the two, one is the block's input.
         """
         model = self.run.model
         count = IN_ONE_PASS.get(getattr(model, "norm_placement", ""), 0) * self.program.norms_in_one_pass
@@ -138,7 +138,8 @@ class Kernels:
         if backward:
             parts = 2 * 4 * min(PROGRAMS, self.rows // self.split) * self.model.hidden
             return self.traffic(count * (parts - 2 * self.residual), -2 * count)
-        early = not self.program.merges or self.parallel.pipe == 1  # `pipeline.operations.Operations.forward`
+        if early is None:  # as in `pipeline.operations.Operations.forward`
+            early = not self.program.merges or self.parallel.pipe == 1
         return self.traffic(-early * count * 1.5 * self.residual, -early * count)
 
     def ring(self, count: float, group: int, axis: str) -> float:

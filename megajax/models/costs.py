@@ -9,7 +9,7 @@ group splits them. `transformer_costs.py` computes them for `ModelConfig`; other
 import dataclasses
 
 from megajax.models.remat import MODES
-from megajax.ops.expert_rounds import rows_of_balanced
+from megajax.ops.expert_rounds import FIRST, balanced_share, rows_of_balanced
 
 __all__ = [
     "Attention",
@@ -168,6 +168,16 @@ class Experts:
         if dispatch == "bucketed" and degree > 1:
             return rows_of_balanced(self.count, self.chosen, degree)
         return degree * min(here, self.chosen, here * self.share) / self.chosen
+
+    def in_rounds(self, degree: int, dispatch: str) -> bool:
+        """Whether rounds follow a first exchange that has no room for all rows (`ops/expert_rounds.py`)."""
+        return self.rows(degree, dispatch) < self.rows(degree)
+
+    def places(self, degree: int, dispatch: str = "gather") -> float:
+        """Places of tokens that a group sends to a device, for each of its own: of all, or those of a first exchange."""
+        if dispatch == "bucketed" and degree > 1:
+            return degree * min(1.0, FIRST * balanced_share(self.count, self.chosen, degree))
+        return degree
 
 
 @dataclasses.dataclass(frozen=True)

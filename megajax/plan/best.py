@@ -102,17 +102,34 @@ def fastest(question: Question, longest: float = math.inf) -> Candidate | None:
     return next(found, None)
 
 
-def on_mesh(question: Question, mesh: tuple[int, int, int]) -> list[Candidate]:
-    """All legal layouts with these sizes (tensor, pipe, data), in the order of `search.search`."""
+def on_mesh(question: Question, mesh: tuple[int, int, int], groups: Sequence[Group] = ()) -> list[Candidate]:
+    """The legal layouts with these sizes (tensor, pipe, data), in the order of `search.search`.
+
+    Args:
+      groups: functions of a layout. Given any, layouts are left out that are slower than the fastest with the same value of
+        each of them.
+    """
     sizes = dict(zip(("tensor", "pipe", "data"), mesh, strict=True))
     filtered = filters(question)
     for name, size in sizes.items():
         filtered[name] = lambda declared, layout, size=size: [one for one in declared if one == size]
-    found = []
+    entries = []
     for base in bases(question):
+        bounds = Bounds(question.gpu, question.gpus)
         runs = (legal_run(question, base, fields) for fields in layouts(base, question.gpus, filtered))
-        found += [fastest_placement(question, run) for run in runs if run is not None]
-    return sorted(found, key=order)
+        entries += [
+            ((bounds.scheduled_seconds(run) if groups else None) or 0.0, run) for run in runs if run is not None
+        ]
+    times: dict[Hashable, float] = {}  # of the fastest with each value
+    found: dict[int, Candidate] = {}  # by place
+    for place, (bound, run) in sorted(enumerate(entries), key=lambda entry: entry[1][0]):
+        keys = [(number, group(run.parallel)) for number, group in enumerate(groups)]
+        if groups and all(times.get(key, math.inf) < bound for key in keys):
+            continue
+        found[place] = one = fastest_placement(question, run)
+        for key in keys if one.fits else ():
+            times[key] = min(times.get(key, math.inf), one.time.total)
+    return sorted((found[place] for place in sorted(found)), key=order)
 
 
 class _BestFirst:
@@ -164,7 +181,7 @@ class _BestFirst:
                 self.limit = min(self.limit, self.within * seconds)
             elif not one.whole:
                 for node in self._recomputing(one):
-                    least = bounds.least_seconds(node.run)
+                    least = bounds.least_seconds(node.run, kernels=True)
                     heapq.heappush(heap, (max(seconds, least), 0, (), node.place, node, bounds))
             elif not one.bounded:
                 if bounds.memory_of_a_microbatch(one.run) > self.question.memory_limit:

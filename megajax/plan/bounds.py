@@ -25,11 +25,11 @@ from megajax.estimate import model_costs
 from megajax.estimate.attention_kernels import CONTEXT_MERGED
 from megajax.estimate.auto import placements
 from megajax.estimate.communication import step_sends
-from megajax.estimate.expert_dispatch import expert_seconds, with_expert_dispatch
-from megajax.estimate.expert_kernels import EXPERTS_HIDDEN
+from megajax.estimate.expert_dispatch import ExposedSeconds, expert_seconds, with_expert_dispatch
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.kept import kept_of_block
 from megajax.estimate.kinds import layers_of_kinds
+from megajax.estimate.least_blocks import LeastBlocks
 from megajax.estimate.memory import ITEMSIZE, bytes_per_device, workspace
 from megajax.estimate.parameters import (
     Sharding,
@@ -73,9 +73,9 @@ class Bounds:
         self._step = EXACT * (1 + waiting(gpu, gpus))
         self._known: dict[Hashable, Any] = {}
 
-    def least_seconds(self, run: RunConfig) -> float:
-        """Of a step of the run as for `seconds`, of less and sooner found."""
-        blocks = sum(map(operator.mul, self._layers(run, 1), self._least(run)))
+    def least_seconds(self, run: RunConfig, *, kernels: bool = False) -> float:
+        """Of a step of the run as for `seconds`, of less and sooner found; `kernels`: of more, if it has several stages."""
+        blocks = sum(map(operator.mul, self._layers(run, 1), self._least(run, kernels and run.parallel.pipe > 1)))
         return self._step * (run.microbatches * (blocks + self._ends(run)) + self._once(run))
 
     def seconds(self, run: RunConfig) -> float:
@@ -212,47 +212,50 @@ class Bounds:
         """Whether the model has layers of several kinds."""
         return self._shared("differ", lambda: bool(layer_kinds(run.model)))
 
-    def _dispatch(self, run: RunConfig) -> tuple[str, tuple[tuple[float, float], ...]]:
-        """How tokens get to their experts, and the seconds of that of a block of each kind, in a forward and a backward."""
+    def _dispatch(self, run: RunConfig) -> tuple[str, tuple[ExposedSeconds, ...]]:
+        """How tokens get to their experts, and what of that is exposed at least, of a block of each kind."""
         parallel = run.parallel
         if parallel.expert == 1:
-            return "gather", ((0.0, 0.0),) * len(self._layers(run, 1))
+            return "gather", (ExposedSeconds(0.0, 0.0, 0.0),) * len(self._layers(run, 1))
         own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.sequence_parallel)
-        own += (parallel.recompute == "none", parallel.expert_dispatch)
+        own += (parallel.recompute, parallel.expert_dispatch)
         own += (min(spread(parallel, "data"), self.gpu.host_size),)  # with which the devices in a host are the same
 
-        def make() -> tuple[str, tuple[tuple[float, float], ...]]:
+        def make() -> tuple[str, tuple[ExposedSeconds, ...]]:
             one = with_expert_dispatch(_unscheduled(run).with_layout(recompute=parallel.recompute), self.gpu)
             kinds = (Kernels(kind.run, self.gpu) for kind in layers_of_kinds(one))
-            sent = tuple(expert_seconds(kind.model, one.parallel, kind.rates, kind.item) for kind in kinds)
-            return one.parallel.expert_dispatch, sent
+            sent = (expert_seconds(kind.model, one.parallel, kind.rates, kind.item) for kind in kinds)
+            return one.parallel.expert_dispatch, tuple(each.exposed for each in sent)
 
         return self._shared(("dispatch", own), make)
 
-    def _least(self, run: RunConfig) -> tuple[float, ...]:
-        """Seconds of what is the same of a block of each kind in all schedules, and quickly found."""
+    def _least(self, run: RunConfig, kernels: bool = False) -> tuple[float, ...]:
+        """Seconds of what is the same of a block of each kind in all schedules, and quickly found; `kernels`: of all."""
         parallel, (dispatch, sent) = run.parallel, self._dispatch(run)
-        own = (parallel.tensor, parallel.microbatch_size / parallel.context, parallel.ring_ranks)
-        own += (parallel.attention, parallel.sequence_parallel, parallel.tensor_overlap, parallel.pipe > 1)
-        own += (parallel.recompute == "full",)
+        same: dict[str, Any] = {"zero": 0, "recompute": parallel.recompute, "expert_dispatch": dispatch}
+        own = (parallel.tensor, parallel.microbatch_size / parallel.context, parallel.ring_ranks, parallel.attention)
+        own += (parallel.sequence_parallel, parallel.tensor_overlap, parallel.pipe > 1, parallel.recompute == "full")
+        if kernels:
+            same["recompute_blocks"] = parallel.recompute_blocks
+            own += (parallel.context, parallel.recompute, parallel.recompute_blocks, parallel.context_exchange)
 
-        def make() -> tuple[tuple[float, float], ...]:
-            one = _unscheduled(run).with_layout(zero=0, recompute=parallel.recompute, expert_dispatch=dispatch)
-            return self._of_kinds(("least", own), one, lambda kind: Blocks(kind, self.gpu).least)
+        def least(kind: RunConfig) -> tuple[float, float]:
+            block = LeastBlocks(kind, self.gpu)
+            return (block.kernels_alone, block.least[1]) if kernels else block.least
 
+        make = lambda: self._of_kinds(("least", own), _unscheduled(run).with_layout(**same), least)  # noqa: E731
         # What ticks hide that merge, which those of several kinds of layers do not.
         merges = not self._differ(run)
-        shown = 1 - EXPERTS_HIDDEN[parallel.tensor == 1] if merges else 1.0
         around = (CONTEXT_MERGED if merges else 1.0) * self._around(run)
         return tuple(
-            max(kernels + around, gathered - once) + shown * sum(each)
+            max(kernels + around, gathered - once) + (each.merged if merges else each.forward + each.backward)
             for (kernels, once), gathered, each in zip(
                 self._shared(("least", own, parallel.expert, dispatch), make), self._gathered(run), sent, strict=True
             )
         )
 
     def _gathered(self, run: RunConfig) -> tuple[float, ...]:
-        """Seconds of ZeRO-3's collectives of a block of each kind: it takes no less, but for what `Blocks.least` says."""
+        """Seconds of ZeRO-3's collectives of a block of each kind, which takes no less: see `_least`."""
         parallel = run.parallel
         if parallel.zero < 3:
             return (0.0,) * len(self._layers(run, 1))
@@ -260,7 +263,7 @@ class Bounds:
         own += (min(spread(parallel, "data"), self.gpu.host_size),)
 
         def make() -> tuple[float, ...]:
-            return tuple(Blocks(kind.run, self.gpu).gathered for kind in layers_of_kinds(_unscheduled(run)))
+            return tuple(LeastBlocks(kind.run, self.gpu).gathered for kind in layers_of_kinds(_unscheduled(run)))
 
         return self._shared(("gathered", own), make)
 
@@ -279,15 +282,14 @@ class Bounds:
 
     def _blocks(self, run: RunConfig, splits: bool) -> tuple[BlockTimes, ...]:
         """A block of each kind, in a schedule that splits its backwards or not. Of one stage for the run's schedule only."""
-        shown, (_, sent) = 1 - EXPERTS_HIDDEN[run.parallel.tensor == 1], self._dispatch(run)
         return tuple(
             one._replace(
-                forward=one.forward + forward,
-                backward=one.backward + backward,
-                part=one.part + backward,
-                merged=one.merged + shown * (forward + backward),
+                forward=one.forward + sent.forward,
+                backward=one.backward + sent.backward,
+                part=one.part + sent.backward,
+                merged=one.merged + sent.merged,
             )
-            for one, (forward, backward) in zip(self._blocks_alone(run, splits), sent, strict=True)
+            for one, sent in zip(self._blocks_alone(run, splits), self._dispatch(run)[1], strict=True)
         )
 
     def _blocks_alone(self, run: RunConfig, splits: bool) -> tuple[BlockTimes, ...]:

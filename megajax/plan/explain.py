@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from megajax.config import ParallelConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.estimate.step_time import StepTime
 from megajax.plan.search import Candidate, best_by
@@ -47,12 +48,8 @@ def reasons(candidates: Sequence[Candidate], beyond: Collection[tuple[str, int]]
         *_model_parallel(best, fitting, candidates, beyond),
         *_microbatch(best, fitting),
     ]
-    for name, of in (
-        ("schedule", _chunked),
-        ("recomputation", lambda one: f"recompute {one.run.parallel.recompute}"),
-        ("expert parallelism", lambda one: f"expert size {one.run.parallel.expert}"),
-    ):
-        found += _alternatives(name, of, best, fitting, candidates)
+    for name, of in CHOICES.items():
+        found += _alternatives(name, lambda one, of=of: of(one.run.parallel), best, fitting, candidates)
     return found
 
 
@@ -77,10 +74,18 @@ def several(texts: Iterable[str], last_word: str = "and") -> str:
     return f"{', '.join(first)} {last_word} {last}" if first else last
 
 
-def _chunked(one: Candidate) -> str:
+def _chunked(parallel: ParallelConfig) -> str:
     """The schedule with its chunks, if a rank has several."""
-    parallel = one.run.parallel
     return parallel.schedule + (f" with {parallel.chunks} chunks" if parallel.chunks > 1 else "")
+
+
+# What is explained by the best layouts with each value, on the best one's mesh.
+CHOICES: dict[str, Callable[[ParallelConfig], str]] = {
+    "schedule": _chunked,
+    "recomputation": lambda parallel: f"recompute {parallel.recompute}",
+    "expert parallelism": lambda parallel: f"expert size {parallel.expert}",
+}
+COMPARED = (*CHOICES.values(), lambda parallel: parallel.microbatch_size)
 
 
 def _stages(best: Candidate) -> list[Reason]:

@@ -12,6 +12,7 @@ from megajax.estimate.error_bars import PAIRS, ErrorBar, bar_of, comparison_bar
 from megajax.plan.best import Found, on_mesh
 from megajax.plan.cluster import Cluster
 from megajax.plan.compiled import Compiled
+from megajax.plan.explain import COMPARED
 from megajax.plan.search import (
     MEMORY_MARGIN,
     Candidate,
@@ -104,8 +105,8 @@ class Answer:
 
     @functools.cached_property
     def compared(self) -> list[Candidate]:
-        """The layouts by which the choice is explained: also all of the best one's mesh."""
-        own = on_mesh(self.question, self.fitting[0].mesh)
+        """The layouts by which the choice is explained: also of the best one's mesh the best with each value of a choice."""
+        own = on_mesh(self.question, self.fitting[0].mesh, COMPARED)
         return sorted([*own, *(one for one in self.candidates if one.mesh != own[0].mesh)], key=order)
 
 

@@ -6,8 +6,16 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate import model_costs
-from megajax.estimate.expert_dispatch import GATHER, dispatch_times, dispatches, sent_share, with_expert_dispatch
+from megajax.estimate.expert_dispatch import (
+    GATHER,
+    dispatch_times,
+    dispatches,
+    expert_seconds,
+    sent_share,
+    with_expert_dispatch,
+)
 from megajax.estimate.gpus import find_gpu
+from megajax.estimate.program_blocks import Blocks
 from megajax.estimate.rates import NETWORK_HOP, NVLINK_SHARE, RAGGED_PEER, RAGGED_SHARE, START, rates_of
 from megajax.estimate.step_time import step_time
 
@@ -107,3 +115,40 @@ def test_between_hosts_the_ragged_all_to_all_would_be_faster():
     """The price of not taking it."""
     times = {name: step_time(run_of(name, tensor=8), H100).total for name in ("gather", "all_to_all")}
     assert times["all_to_all"] < times["gather"] == step_time(with_expert_dispatch(run_of(tensor=8), H100), H100).total
+
+
+@pytest.mark.parametrize(
+    ("degree", "pieces", "merged", "backward"),
+    [
+        (8, {"gather": 371, "back": 351, "choices": 35, "weights": 14}, 480, 730),
+        (4, {"gather": 164, "back": 157, "choices": 20, "weights": 13}, 270, 220),
+    ],
+)
+def test_what_programs_leave_exposed_of_a_dispatch(degree, pieces, merged, backward):
+    """Microseconds of the collectives of Qwen3-30B-A3B's blocks in programs compiled for H100s, of 8 replicas on one stage
+    and of 4 on two, and of those what overlapped no kernel in a merged tick's block and in a backward's.
+    """
+    run = run_of("gather", model="qwen3-30b-a3b", data=8, expert=degree)
+    sent = expert_seconds(model_costs(run.model), run.parallel, rates_of(H100, "bf16"), 2)
+    forward = pieces["gather"] + pieces["back"] + 2 * pieces["choices"]
+    assert sent.forward == pytest.approx(1e-6 * forward, rel=0.01)
+    assert sent.backward == pytest.approx(1e-6 * (forward + pieces["gather"] + pieces["weights"]), rel=0.01)
+    exposed = sent.exposed
+    assert exposed.forward == sent.forward
+    assert exposed.merged == pytest.approx(1e-6 * merged, rel=0.1)
+    assert 0 <= exposed.backward - 1e-6 * backward < 1e-6 * pieces["back"]  # XLA hides a part of an exchange more
+    assert exposed.merged < exposed.backward < sent.backward
+    full = run.with_layout(recompute="full")
+    again = expert_seconds(model_costs(full.model), full.parallel, rates_of(H100, "bf16"), 2).exposed
+    if degree == 8:
+        assert (again.backward, again.merged) == pytest.approx((1.10e-3, 1.44e-3), rel=0.13)
+
+
+def test_what_takes_longer_than_all_kernels_beside_it_is_exposed():
+    """Over slow adapters a merged tick's exchanges outlast all of its matmuls."""
+    fast, slow = (dataclasses.replace(H100, network_bandwidth=bandwidth) for bandwidth in (5e10, 1e8))
+    run = run_of("gather", model="qwen3-30b-a3b", data=16, expert=16)
+    quick, long = (Blocks(run, gpu) for gpu in (fast, slow))
+    assert quick.merged.expert == pytest.approx(quick.dispatched.exposed.merged)
+    whole = long.dispatched.forward + long.dispatched.backward
+    assert long.merged.expert > 0.9 * whole > long.dispatched.exposed.merged

@@ -49,7 +49,7 @@ def time_model(run: RunConfig, rates: type[Rates], monkeypatch) -> Program:
     made = rates(**infinite, host=1, network=1, host_size=8, gap=0.0, synchronisation=0.0)
     monkeypatch.setattr(program_kernels, "rates_of", lambda gpu, precision: made)
     # Those that overlap other kernels in a merged tick, and with latencies that XLA is told.
-    for name, value in {"EXPERTS_HIDDEN": (0, 0), "CROWDED": 0, "RING_EXPOSED": 1}.items():
+    for name, value in {"TENSOR_HIDDEN": 0, "CROWDED": 0, "RING_EXPOSED": 1}.items():
         monkeypatch.setattr(program_blocks, name, value)
     monkeypatch.setattr(program_blocks, "has_latencies", lambda *args: False)
     return Program(run, find_gpu("h100-80gb"))

@@ -12,6 +12,7 @@ from megajax.estimate.gpus import find_gpu
 from megajax.estimate.memory import bytes_per_device
 from megajax.plan.best import DEGREES, SHAPES, best_layouts, fastest, on_mesh
 from megajax.plan.bounds import Bounds
+from megajax.plan.explain import COMPARED, reasons
 from megajax.plan.search import NoLayout, Question, best_by, search
 
 ROWS = 4
@@ -122,8 +123,18 @@ def test_bounds_are_below_what_they_bound(model):
         memory = bounds.memory(run), bounds.memory_of_a_microbatch(run), bounds.scheduled_memory(run)
         assert max(memory) <= one.peak
         if one.fits:
-            seconds = bounds.least_seconds(run), bounds.seconds(run), bounds.scheduled_seconds(run)
-            assert max(seconds) <= one.time.total
+            least = bounds.least_seconds(run), bounds.least_seconds(run, kernels=True)
+            assert max(*least, bounds.seconds(run), bounds.scheduled_seconds(run)) <= one.time.total
+
+
+def test_reasons_are_those_of_all_layouts_of_a_mesh():
+    """Of which those are not priced that are slower than others with the same schedule, recomputation and so on."""
+    question = dataclasses.replace(QUESTION, model=SPARSE, global_batch=32, microbatches=(1, 2), zero=(1,))
+    question = dataclasses.replace(question, context=(1,), schedules=("1f1b", "interleaved_1f1b", "zb_h1"))
+    mesh = 1, 2, 4
+    every, fewer = on_mesh(question, mesh), on_mesh(question, mesh, COMPARED)
+    assert reasons(fewer) == reasons(every)
+    assert len(fewer) < len(every) / 2
 
 
 def test_few_layouts_are_priced():
