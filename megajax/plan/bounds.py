@@ -240,8 +240,8 @@ class Bounds:
             one = _unscheduled(run).with_layout(zero=0, recompute=parallel.recompute, expert_dispatch=dispatch)
             return self._of_kinds(("least", own), one, lambda kind: Blocks(kind, self.gpu).least)
 
-        # What ticks hide that merge, which those of several kinds of layers do not.
-        merges = not self._differ(run)
+        # What ticks hide that merge, which those of several kinds of layers on one stage do not.
+        merges = parallel.pipe > 1 or not self._differ(run)
         shown = 1 - EXPERTS_HIDDEN[parallel.tensor == 1] if merges else 1.0
         around = (CONTEXT_MERGED if merges else 1.0) * self._around(run)
         return tuple(
