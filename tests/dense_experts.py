@@ -176,9 +176,14 @@ def expected_loss(config) -> np.ndarray:
 @functools.cache
 def expected(config, seed: int = 0):
     """(mean loss, gradients) of the whole batch; those of the router's `bias` and `losses` are the measured values."""
+    return expected_of(config, params_of(config), seed)
+
+
+def expected_of(config, params, seed: int = 0):
+    """As `expected`, with these parameters."""
     batch = small.make_batch(small.make_run(microbatches=1, model=config), seed)
     of = jax.jit(jax.value_and_grad(lambda params: loss(config, params, batch), has_aux=True))
-    (_, (mean, loads, losses)), gradients = jax.tree.map(np.asarray, of(params_of(config)))
+    (_, (mean, loads, losses)), gradients = jax.tree.map(np.asarray, of(params))
     router = of_experts(gradients["blocks"])["feedforward"]["router"]
     router["bias"], router["losses"] = loads, losses
     return mean, gradients

@@ -77,6 +77,7 @@ def _compile(model, microbatches, train, parallel) -> tuple[str, int]:
 def _child(fields: dict, folder: pathlib.Path) -> None:
     from jax.experimental import topologies
 
+    from megajax.runtime.compat import compiled_text
     from megajax.runtime.mesh import make_mesh
     from megajax.train.step import make_training
 
@@ -89,7 +90,7 @@ def _child(fields: dict, folder: pathlib.Path) -> None:
     size = compiled.memory_analysis()  # its own peak has the host's memory too
     peak = size.argument_size_in_bytes + size.output_size_in_bytes - size.alias_size_in_bytes + size.temp_size_in_bytes
     (folder / "peak").write_text(str(peak))
-    (folder / "hlo").write_text(compiled.as_text())
+    (folder / "hlo").write_text(compiled_text(compiled))
 
 
 if __name__ == "__main__":

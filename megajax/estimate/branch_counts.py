@@ -2,18 +2,18 @@
 many they have and run.
 
 `stage.Stack` writes one conditional for an operation of a tick, with a branch for each chunk, order of kinds and part
-(`ChunkParts.choices`), and where a rank may idle a last one that does nothing. The schedule's table says which of them each
-rank takes in each tick.
+(`ChunkParts.choices`), and where a rank may idle a last one that does nothing; and one for a merged tick, with a branch for
+each two chunks and their orders (`ChunkParts.pairs`). The schedule's table says which of them each rank takes in each tick.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from megajax.estimate.hlo_parser import EACH, branch_key
-from megajax.pipeline.chunk_work import ChunkParts
-from megajax.pipeline.options import KIND
+from megajax.pipeline.chunk_work import Choice, ChunkParts, Pair
+from megajax.pipeline.options import KIND, MERGED, is_merged
 from megajax.pipeline.program import StepProgram
 from megajax.pipeline.slots import OperationRow, slot_tables
 from megajax.schedules.schedule import BACKWARD, FORWARD, INPUT, OVERLAP_PARTS, WEIGHT
@@ -22,10 +22,12 @@ __all__ = ["branch_counts", "counts_of_ranks", "kind_loops"]
 
 VERSIONS = 2  # of PipeDream-2BW's weights, each a chunk
 Row = tuple[int, int, int, int, int]  # rank, chunk, stage, part, parts
+# The operation, whether every rank has it in all of its ticks, the branches, and how often each (rank, branch) is taken.
+Conditional = tuple[str, bool, Sequence[Choice | Pair], Mapping[tuple[int, Choice | Pair], float]]
 
 
 def branch_counts(program: StepProgram) -> dict[str, float]:
-    """For each operation (F, B, I and W) and each branch, how often a rank takes it in a step, by `hlo_parser.branch_key`.
+    """How often a rank takes each branch in a step, by `hlo_parser.branch_key`, of F, B, I, W, and FB of merged ticks.
 
     Where ranks differ, it is their mean. Empty where all branches are alike: stages have the same layers.
     """
@@ -43,18 +45,13 @@ def counts_of_ranks(program: StepProgram) -> list[dict[str, float]]:
         return []
     kinds = layers if layers.kinds else None
     chunk = ChunkParts((kinds or blocks).slots, kinds, blocks.counts if program.skips_slots else None)
-    chunks = program.run.parallel.chunks if program.drains else VERSIONS
     found: list[dict[str, float]] = [{} for _ in range(program.schedule.stages)]
-    for op, always, parts, rows in _conditionals(program) if program.drains else _without_table(program):
-        backwards = op in (BACKWARD, INPUT)
-        choices = chunk.choices(chunks, parts, backwards=backwards)
+    for op, always, choices, taken in _conditionals(program, chunk):
         keys = [branch_key(op, len(choices) + (not always), index) for index in range(len(choices))]
         for counts in found:  # those that no rank takes too: without them the parser would not know these conditionals
             counts |= {key: counts.get(key, 0.0) for key in keys}
-        for (rank, number, stage, *part), times in rows.items():
-            bounds = chunk.part_bounds(*part, backwards=backwards)
-            if bounds[0] < bounds[1]:
-                found[rank][keys[choices.index((number, chunk.order_of(stage), *bounds))]] += times
+        for (rank, choice), times in taken.items():
+            found[rank][keys[choices.index(choice)]] += times
     return found
 
 
@@ -65,37 +62,61 @@ def kind_loops(program: StepProgram) -> dict[str, float]:
     return {f"{KIND}{number}{EACH}": layers.kinds.count(kind) / slots for number, kind in enumerate(layers.kind_names)}
 
 
-def _conditionals(program: StepProgram) -> Iterator[tuple[str, bool, list[int], Counter[Row]]]:
-    """(operation, whether every rank has it in all of these ticks, the numbers of parts, how often each row occurs)."""
-    schedule = program.schedule
+def _conditionals(program: StepProgram, chunk: ChunkParts) -> Iterator[Conditional]:
+    """Those of all segments of a step."""
+    if not program.drains:
+        yield from _without_table(program, chunk)
+        return
+    schedule, chunks = program.executed, program.run.parallel.chunks
     table = slot_tables(schedule)
     forward, backward, weight = table.rows.forward, table.rows.backward, table.rows.weight
     for segment in schedule.segments:
         ticks = slice(segment.start, segment.stop)
         inside = np.zeros_like(forward.on)
         inside[ticks] = 1
+        if program.merges and is_merged(schedule, segment):
+            yield (
+                MERGED,
+                True,
+                chunk.pairs(table.pairs(segment, "chunk")),
+                _count_pairs(chunk, forward, backward, ticks),
+            )
+            continue
         if schedule.paired:
             for op, rows in ((FORWARD, forward), (BACKWARD, backward)):
                 if op in segment.ops:
-                    yield op, segment.full, [1], _count(rows, rows.on & inside)
+                    yield op, segment.full, *_of_rows(chunk, chunks, op, [1], _count(rows, rows.on & inside))
             continue
         both = forward.on & backward.on & inside
         if segment.overlaps:
-            yield FORWARD, False, [OVERLAP_PARTS], _count(forward, both)
-            yield BACKWARD, False, [OVERLAP_PARTS], _count(backward, both)
+            for op, rows in ((FORWARD, forward), (BACKWARD, backward)):
+                yield op, False, *_of_rows(chunk, chunks, op, [OVERLAP_PARTS], _count(rows, both))
         whole = {INPUT: [1], WEIGHT: [1]} if schedule.split else {BACKWARD: table.backward_parts}
         for op, parts in {FORWARD: [1], **whole}.items():
             rows = {FORWARD: forward, WEIGHT: weight}.get(op, backward)
-            yield op, False, parts, _count(rows, rows.on & inside & ~both, ignores_parts=op in (INPUT, WEIGHT))
+            counts = _count(rows, rows.on & inside & ~both, ignores_parts=op in (INPUT, WEIGHT))
+            yield op, False, *_of_rows(chunk, chunks, op, parts, counts)
 
 
-def _without_table(program: StepProgram) -> Iterator[tuple[str, bool, list[int], Counter[Row]]]:
-    """As `_conditionals`, of PipeDream-2BW: a rank has one stage, whose two versions it runs equally often."""
+def _without_table(program: StepProgram, chunk: ChunkParts) -> Iterator[Conditional]:
+    """Those of PipeDream-2BW: a rank has one stage, whose two versions it runs equally often."""
     schedule = program.schedule
     ranks, each = range(schedule.stages), program.passes / VERSIONS
     rows = Counter({(rank, version, rank, 0, 1): each for version in range(VERSIONS) for rank in ranks})
     for op in (FORWARD, BACKWARD):
-        yield op, all(segment.full for segment in schedule.segments), [1], rows
+        yield op, all(segment.full for segment in schedule.segments), *_of_rows(chunk, VERSIONS, op, [1], rows)
+
+
+def _of_rows(
+    chunk: ChunkParts, chunks: int, op: str, parts: Sequence[int], rows: Mapping[Row, float]
+) -> tuple[list[Choice], Counter]:
+    """The branches of an operation's conditional, and how often (rank, branch) occurs; arguments as for `choices`."""
+    backwards, taken = op in (BACKWARD, INPUT), Counter()
+    for (rank, number, stage, *part), times in rows.items():
+        low, high = chunk.part_bounds(*part, backwards=backwards)
+        if low < high:
+            taken[rank, Choice(number, chunk.order_of(stage), low, high)] += times
+    return chunk.choices(chunks, parts, backwards=backwards), taken
 
 
 def _count(rows: OperationRow, on: np.ndarray, *, ignores_parts: bool = False) -> Counter[Row]:
@@ -105,3 +126,13 @@ def _count(rows: OperationRow, on: np.ndarray, *, ignores_parts: bool = False) -
     if ignores_parts:
         columns[2:] = [0] * len(ranks), [1] * len(ranks)
     return Counter(zip(ranks, *columns, strict=True))
+
+
+def _count_pairs(chunk: ChunkParts, forward: OperationRow, backward: OperationRow, ticks: slice) -> Counter:
+    """How often (rank, pair) occurs in merged ticks, in which every rank has both."""
+    columns = [column[ticks] for row in (forward, backward) for column in (row.chunk, row.stage)]
+    found: Counter = Counter()
+    for rank in range(columns[0].shape[1]):
+        for ahead, stage, back, other in zip(*(column[:, rank].tolist() for column in columns), strict=True):
+            found[rank, Pair((ahead, back), (chunk.order_of(stage), chunk.order_of(other)))] += 1
+    return found

@@ -61,6 +61,13 @@ class Choice(NamedTuple):
     stop: int
 
 
+class Pair(NamedTuple):
+    """What one branch of a merged tick runs: (the forward's, the backward's) chunk, and the kinds of their blocks."""
+
+    chunks: tuple[int, int]
+    orders: tuple[tuple[str, ...], tuple[str, ...]]
+
+
 @dataclasses.dataclass(eq=False)
 class ChunkParts:
     """What a chunk's blocks are, and the parts of them in which operations run.
@@ -95,6 +102,17 @@ class ChunkParts:
             for order in self._orders_of(chunk)
             for start, stop in ranges
         ]
+
+    def pairs(self, chunks: Sequence[tuple[int, int]]) -> list[Pair]:
+        """The branches of a conditional on two chunks of a rank and their orders of kinds, in their order.
+
+        Args:
+          chunks: the pairs that ranks have in a tick, of blocks of several kinds.
+        """
+        stage_of, order_of = self.where.placement.stage_of, self.where.stage_kinds
+        ranks = range(len(stage_of[0]))
+        of_rank = lambda both, rank: Pair(both, tuple(order_of[stage_of[chunk][rank]] for chunk in both))  # noqa: E731
+        return sorted({of_rank(both, rank) for both in chunks for rank in ranks})
 
     def _orders_of(self, chunk: int) -> list[tuple[str, ...]]:
         """The orders of kinds of the stages that a chunk is, on any rank; of one kind, the numbers of all stages' blocks."""

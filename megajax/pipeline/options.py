@@ -40,8 +40,8 @@ class ExecutorOptions:
       serial_collectives: a collective and a loop with other collectives run one after the other; `on_devices` sets it.
       poison_bubbles: replaces the input of every bubble by NaN, to test that bubbles do not affect any result.
       block_counts: blocks of each stage, if these are not equal (`uneven.StageBlocks`). None: they are.
-      stage_kinds: the layers of each stage, of a model that has several kinds of them (`stage.py`); not with `merged` and
-        `unrolled`, and with `compute_bubbles` only if `same_stages`. None: there is one kind.
+      stage_kinds: the layers of each stage, of a model that has several kinds of them (`stage.py`); not with `unrolled`, nor
+        with `merged` on one stage, and with `compute_bubbles` only if `same_stages`. None: there is one kind.
       has_aux: `head_loss` returns (loss, pytree of [samples, ...]), as the functions of `jax.value_and_grad(has_aux=True)`.
       trained: mask like params of those that have gradients (`trained.py`). None: all.
       statistics: `statistics(x, microbatch) -> fp32 [samples, k]`, recorded for the arrays between blocks; see `records`.

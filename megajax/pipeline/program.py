@@ -152,11 +152,12 @@ class StepProgram:
         """Whether ticks in which every rank has a forward and a backward run both in one loop over blocks.
 
         If blocks have collectives to hide, and run in no bubble. The loop runs a block of a forward beside one of a
-        backward, which must be of one kind, and every stage as many.
+        backward, so of layers of one kind every stage must have as many. Of several kinds there are pairs of a rank's
+        two chunks (`run_pairs`); one stage alone has arrays for two slots, which are for one kind.
         """
         parallel = self.run.parallel
-        collectives = parallel.tensor > 1 or parallel.expert > 1
-        return self.in_place and collectives and not self.kinds and self.drains and not self.skips_slots
+        collectives = (parallel.tensor > 1 or parallel.expert > 1) and not (self.kinds and parallel.pipe == 1)
+        return self.in_place and collectives and self.drains and not self.skips_slots
 
     @functools.cached_property
     def unrolls(self) -> bool:

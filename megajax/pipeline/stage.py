@@ -36,6 +36,7 @@ from megajax.pipeline.chunk_work import ONE, ChunkParts, ChunkWork
 from megajax.pipeline.loops import counted_loop, run_one_of, which
 from megajax.pipeline.options import DEFAULT_OPTIONS, KIND, MERGED, ExecutorOptions
 from megajax.pipeline.run_in_order import run_in_order
+from megajax.pipeline.run_pairs import of_kinds_or_counts
 from megajax.pipeline.stash import SlotApart
 from megajax.pipeline.uneven import StageBlocks
 from megajax.schedules.schedule import BACKWARD, FORWARD
@@ -115,7 +116,7 @@ class Stack(ChunkParts):
 
     def forward(self, x: Tree, work: ChunkWork) -> Tree:
         """x through the blocks of a chunk; saves nothing."""
-        steps = self._steps(work, BlockSteps.plain_step)
+        steps = self.steps(work, BlockSteps.plain_step)
         if self.where:
             return self._run_blocks(0, work, steps, (x,))[1][0]
         one = lambda index, state: steps[ONE](index, work.chunk * self.per_chunk + index, 0, state)  # noqa: E731
@@ -133,7 +134,7 @@ class Stack(ChunkParts):
         Returns:
           (y, the stash's buffer, the iteration count, the records).
         """
-        steps = self._steps(work, lambda own, work: own.forward_step(work, early=early), 1)
+        steps = self.steps(work, lambda own, work: own.forward_step(work, early=early), 1)
         state = (x, work.stash.buffer, work.records)
         iterations, (y, buffer, records) = self._run_blocks(iterations, work, steps, state)
         return y, buffer, iterations, records
@@ -163,7 +164,7 @@ class Stack(ChunkParts):
 
             return step
 
-        steps, state = self._steps(work, step_of, 1), (dy, gradients, work.records)
+        steps, state = self.steps(work, step_of, 1), (dy, gradients, work.records)
         iterations, (dx, gradients, records) = self._run_blocks(iterations, work, steps, state, backwards=True)
         return dx, gradients, iterations, records
 
@@ -179,8 +180,7 @@ class Stack(ChunkParts):
     ) -> tuple[Tree, Tree, Tree, Tree, jax.Array, Tree]:
         """`forward_stashing` and `backward`, which do not depend on each other, in one loop: a block of each an iteration.
 
-        On GPUs the collectives of one run beside the matmuls of the other. Where there are several kinds, or numbers of
-        blocks, one runs after the other.
+        On GPUs the collectives of one run beside the matmuls of the other. Blocks of several kinds: see `run_pairs`.
 
         Args:
           x: the forward's input.
@@ -194,14 +194,7 @@ class Stack(ChunkParts):
           (y, dx, the stash's buffer, the accumulators, the iteration count, the records).
         """
         if self.where or self.counts:
-            low, high = works[1].blocks  # the same part of both, and a backward's first part is the last blocks
-            back = dataclasses.replace(works[1], blocks=(self.per_chunk - high, self.per_chunk - low))
-            with jax.named_scope(BACKWARD):
-                dx, gradients, iterations, records = self.backward(dy, back, gradients, iterations=iterations)
-            with jax.named_scope(FORWARD):
-                ahead = dataclasses.replace(works[0], records=records)
-                y, buffer, iterations, records = self.forward_stashing(x, ahead, iterations)
-            return y, dx, buffer, gradients, iterations, records
+            return of_kinds_or_counts(self, (x, dy), works, gradients, pairs, iterations)
 
         residual = self.kinds[ONE].residual(x, works[0]) if slots else None
 
@@ -274,7 +267,7 @@ class Stack(ChunkParts):
           (gradient of the chunk's input, the accumulators, the buffer of `work.kept`, the
           iteration count, the records).
         """
-        steps = self._steps(work, lambda own, work: own.input_step(dy, work), 1, 2)
+        steps = self.steps(work, lambda own, work: own.input_step(dy, work), 1, 2)
         state = (dy, gradients, work.kept.buffer, work.records)
         iterations, (dx, gradients, buffer, records) = self._run_blocks(iterations, work, steps, state, backwards=True)
         return dx, gradients, buffer, iterations, records
@@ -285,7 +278,7 @@ class Stack(ChunkParts):
         Returns:
           (the accumulators, the iteration count).
         """
-        steps = self._steps(work, lambda own, work: own.weight_step(x, work), 0)
+        steps = self.steps(work, lambda own, work: own.weight_step(x, work), 0)
         iterations, (gradients,) = self._run_blocks(iterations, work, steps, (gradients,))
         return gradients, iterations
 
@@ -294,7 +287,7 @@ class Stack(ChunkParts):
         trees = {kind: function(own) for kind, own in self.kinds.items()}
         return trees if self.where else trees[ONE]
 
-    def _steps(self, work: ChunkWork, step_of: Callable, *apart: int) -> dict[str, Callable]:
+    def steps(self, work: ChunkWork, step_of: Callable, *apart: int) -> dict[str, Callable]:
         """For each kind `step_of(blocks, work)`: a step as `BlockSteps` has them, for the state of all kinds.
 
         `apart` are the elements of the state that are trees of the stack: the step gets and returns those of its kind.
@@ -363,14 +356,17 @@ class Stack(ChunkParts):
             return iterations + high - low, branch(*choices[0], 0, state)
 
         def holds(chunk, order, start, stop):
-            same = (work.chunk == chunk) & (low == start) & (high == stop)
-            if self.counts:
-                return same & (jnp.array(self.counts, jnp.int32)[work.stage] == len(order))
-            return same if self.where is None else same & (self._order[work.stage] == self.where.orders.index(order))
+            return (work.chunk == chunk) & (low == start) & (high == stop) & self.has_order(work, order)
 
         index = which(holds(*choice) for choice in choices)
         branches = [functools.partial(branch, *choice) for choice in choices]
         return run_one_of(iterations, index, branches, state, always=always)
+
+    def has_order(self, work: ChunkWork, order: tuple[str, ...]) -> jax.Array | bool:
+        """Whether the work's stage has this order of kinds, or number of blocks."""
+        if self.counts:
+            return jnp.array(self.counts, jnp.int32)[work.stage] == len(order)
+        return self.where is None or self._order[work.stage] == self.where.orders.index(order)
 
     def _run_one(self, index: jax.Array, work: ChunkWork, steps: dict[str, Callable], zero, state: tuple) -> tuple:
         """Runs the block number `index` of a chunk: of several kinds with a loop of zero or one iteration for each."""

@@ -244,8 +244,8 @@ class Bounds:
             return (block.kernels_alone, block.least[1]) if kernels else block.least
 
         make = lambda: self._of_kinds(("least", own), _unscheduled(run).with_layout(**same), least)  # noqa: E731
-        # What ticks hide that merge, which those of several kinds of layers do not.
-        merges = not self._differ(run)
+        # What ticks hide that merge, which those of several kinds of layers on one stage do not.
+        merges = parallel.pipe > 1 or not self._differ(run)
         around = (CONTEXT_MERGED if merges else 1.0) * self._around(run)
         return tuple(
             max(kernels + around, gathered - once) + (each.merged if merges else each.forward + each.backward)

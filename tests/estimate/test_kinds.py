@@ -6,6 +6,7 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.branch_counts import counts_of_ranks
+from megajax.estimate.collective_order import check
 from megajax.estimate.communication import expected
 from megajax.estimate.flops import flops_per_step, hardware_flops_per_step
 from megajax.estimate.gpus import find_gpu
@@ -59,15 +60,33 @@ def test_what_is_kept_is_that_of_the_slots(schedule, recompute):
     assert found["inboxes"] == two["inboxes"] and found["workspace"] == max(three["workspace"], two["workspace"])
 
 
-def test_ticks_of_such_a_program_are_not_merged():
-    """So it has the schedule's own slots, and a choice of branches in each tick; but if all stages have the same order."""
+def test_ticks_of_such_a_program_merge_and_one_stage_alone_does_not():
+    """So it has one slot more than the schedule, and a choice of branches in each tick; but if all stages are alike."""
     how = {"pipe": 2, "data": 2, "expert": 2, "schedule": "interleaved_1f1b"}
     alike, mixed = run_of(SPARSE, **how), run_of(**how)
-    assert StepProgram.of(alike).slots.stash == StepProgram.of(mixed).slots.stash + 1
+    assert StepProgram.of(alike).slots == StepProgram.of(mixed).slots
     every_second = run_of(dataclasses.replace(MIXED, dense_layers=0, moe_layer_freq="2", layers=8), **how)
     counts = {run: loop_trip_counts(run) for run in (mixed, every_second)}
-    assert counts[mixed]["FB/cond"] == counts[every_second]["FB/cond"] == 0
-    assert counts[mixed]["F/cond"] == mixed.microbatches > counts[every_second]["F/cond"]
+    merged = StepProgram.of(mixed).merged_ticks
+    assert counts[mixed]["FB/cond"] == counts[every_second]["FB/cond"] == merged > 0
+    assert counts[mixed]["F/cond"] == counts[every_second]["F/cond"] == mixed.microbatches - merged
+    assert not StepProgram.of(run_of(data=2, expert=2)).merges
+
+
+def test_pairs_of_chunks_are_counted_in_the_branches_of_their_orders():
+    """Stages d, d s, s s and s: a forward beside a backward, on rank 0 of stages d and s s, on rank 1 of d s and s."""
+    model = dataclasses.replace(SPARSE, layers=6, dense_layers=2, dense_feedforward=10)
+    how = {"pipe": 2, "chunks": 2, "data": 2, "expert": 2, "schedule": "interleaved_1f1b"}
+    program = StepProgram.of(run_of(model, 32, **how, pipeline_layout="Et|tt|tt|tL"))
+    assert program.layers.stage_kinds == (("dense",), ("dense", "sparse"), ("sparse",) * 2, ("sparse",))
+    ticks = program.merged_ticks
+    # Two branches for each pair of chunks: (0, 0), (0, 1), (1, 0) and (1, 1); a single s is before s s, and d before d s.
+    for own, counts in zip(({0, 2, 5, 7}, {1, 3, 4, 6}), counts_of_ranks(program), strict=True):
+        found = [counts[f"FB/cond/8/{branch}"] for branch in range(8)]
+        assert sum(found) == ticks and {branch for branch, count in enumerate(found) if count} == own
+        for op in "FB":  # those that do not merge: of three orders on each chunk, two
+            alone = sum(count for key, count in counts.items() if key.startswith(f"{op}/cond"))
+            assert alone == program.passes - ticks
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved_1f1b", 2), ("eager_1f1b", 1), ("zb_v", 2)])
@@ -134,6 +153,25 @@ def test_matmuls_of_a_compiled_program_are_those_of_the_layers(schedule, chunks)
 
 @pytest.mark.slow
 @pytest.mark.compiler
+def test_dispatch_of_a_merged_tick_overlaps_the_other_chunk_of_whatever_kind():
+    """The layers of the program above, with an expert on each of four replicas: kernels and order are as there."""
+    large = dataclasses.replace(gpu.LARGE, norm="rmsnorm", activation="swiglu", biases=False, feedforward=1536)
+    more = {"dense_layers": 1, "dense_feedforward": 8192, "layers": 8, "experts": 4, "experts_per_token": 2}
+    model, layout = dataclasses.replace(large, **more), {"pipe": 2, "data": 4, "expert": 4, "chunks": 2}
+    layout |= {"schedule": "interleaved_1f1b", "expert_dispatch": "gather"}
+    text, _ = gpu.compile_step(model, 8, attention="xla", **layout)
+    run = gpu.run_of(model, 8, attention="xla", **layout)
+    assert check(text).consistent and StepProgram.of(run).merged_ticks > 8
+    module = read(text, loop_trip_counts(run))
+    assert module.kernels["grouped_matmul_product"] == pytest.approx(4 * 8 * 7 / 2)
+    rows = [one for one in module.collectives if one.shape[-1:] == (1024,) and len(one.shape) == 3 and one.conditional]
+    sent = [one.times * one.bytes for one in rows if one.kind in ("all-gather", "reduce-scatter")]
+    hidden = [one.times * one.bytes for one in rows if one.kind in ("all-gather", "reduce-scatter") and one.behind]
+    assert sum(hidden) > sum(sent) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_kernels_of_a_compiled_program_with_a_ring_are_those_of_the_layers():
     """A block's kind is chosen by a loop of zero or one iteration. Bubbles run blocks too: a third of the ticks more."""
     large = dataclasses.replace(gpu.LARGE, norm="rmsnorm", activation="swiglu", biases=False, feedforward=1536)
@@ -158,7 +196,7 @@ def test_flops_by_hand():
 def test_the_slowest_stage_takes_the_time():
     """With narrow dense layers the stage s s s, as in a model without dense layers; with wide ones d d s."""
     large = dataclasses.replace(SPARSE, hidden=1024, heads=8, feedforward=512, sequence_length=1024, norm="layernorm")
-    times = {}  # RMS norms have other kernels where ticks merge, which they do not with several kinds
+    times = {}
     for name, model in {
         "sparse": large,
         "narrow": dataclasses.replace(large, dense_layers=2, dense_feedforward=512),
@@ -188,7 +226,7 @@ QWEN3 = dataclasses.replace(preset("qwen3-30b-a3b"), sequence_length=4096, dense
 # Peaks of programs compiled for 8 H100s with jax 0.12.0.1, in bytes.
 COMPILED = [
     (dataclasses.replace(OLMOE, dense_layers=1), {}, 30613193504),
-    (dataclasses.replace(OLMOE, moe_layer_freq="2"), {"schedule": "interleaved_1f1b", "chunks": 2}, 23207498160),
+    (dataclasses.replace(OLMOE, moe_layer_freq="2"), {"schedule": "interleaved_1f1b", "chunks": 2}, 25.46e9),
     (dataclasses.replace(QWEN3, moe_layer_freq="2"), {"recompute": "full"}, 48317829416),
 ]
 

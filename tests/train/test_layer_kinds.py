@@ -82,15 +82,18 @@ def build(config, case):
     return training_of(config, *sizes, options)
 
 
-def check(config, case, **bubbles):
+def check(config, case, params=None, **bubbles):
     training = build(config, case)
-    params = small.place(training, dense_experts.params_of(config))
-    loss, gradients = training.loss_and_gradients(params, small.make_batch(training.run), **bubbles)
-    want_loss, want = dense_experts.expected(config)
+    given = dense_experts.params_of(config) if params is None else params
+    loss, gradients = training.loss_and_gradients(
+        small.place(training, given), small.make_batch(training.run), **bubbles
+    )
+    want_loss, want = dense_experts.expected_of(config, params) if params else dense_experts.expected(config)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     small.assert_gradients_close(small.canonical(gradients, training), want, rtol=1e-5)
     again = layout.to_canonical({"params": gradients}, training.where)
     assert again["params/blocks/dense/feedforward/up/kernel"].shape[0] == config.layer_kinds.count("dense")
+    return training
 
 
 @pytest.mark.slow
@@ -119,6 +122,26 @@ def test_weights_and_gradients_in_place(monkeypatch, config, case):
     """The program for GPUs with jax 0.12: a branch for each order of kinds."""
     monkeypatch.setattr(step_module, "updates_in_place", lambda device: True)
     check(config, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [1, 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ((2, 2, 1), "interleaved_1f1b", 2, 8, {"expert": 2, "expert_dispatch": "bucketed", "recompute": "full"}),
+        ((2, 2, 2), "eager_1f1b", 1, 4, {"expert": 2, "expert_dispatch": "all_to_all", "zero": 1}),
+    ],
+    ids=str,
+)
+def test_ticks_that_merge_with_all_tokens_on_the_same_experts(monkeypatch, case, chosen):
+    """All scores are equal, so all tokens choose the first experts: one replica has them all, the other has no row."""
+    monkeypatch.setattr(step_module, "updates_in_place", lambda device: True)
+    config = dataclasses.replace(FIRST_DENSE, experts_per_token=chosen)
+    params = jax.tree.map(np.array, dense_experts.params_of(config))
+    router = params["blocks"]["sparse"]["feedforward"]["router"]
+    router["kernel"][...], router["bias"][...] = 0, 0
+    assert check(config, case, params).program.merged_ticks > 0
 
 
 @pytest.mark.parametrize(("config", "case"), cases([QUICK], [FIRST, LONG[0], LONG[2], LONG[4]]))
