@@ -43,9 +43,9 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     Returns:
       "weights" fp32, frozen ones in the precision; "optimizer" its state, fp32, and the average of the weights;
       "gradients" fp32 sums; "16-bit weights" those that the step computes with besides (none in fp32), two versions of both
-      if the schedule does not drain; "stash" values kept from forwards to backwards; "copies" of gradients, and of shards of experts, that XLA makes;
-      "input to weight gradients" values that zero bubble's I keeps for its W; "inboxes" received activations and gradients;
-      "workspace" of the block (or the head) being computed.
+      if the schedule does not drain; "stash" values kept from forwards to backwards; "copies" of gradients, and of shards of
+      experts, that XLA makes; "input to weight gradients" values that zero bubble's I keeps for its W; "inboxes" received
+      activations and gradients; "workspace" of the block (or the head) being computed.
     """
     model, parallel, kinds = model_costs(run.model), run.parallel, layers_of_kinds(run)
     item, program = ITEMSIZE[run.train.precision], StepProgram.of(run)
@@ -59,7 +59,9 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     mode = "none" if program.unrolls else None
     stashed = slots.stash if not parallel.offload_activations else 0  # otherwise it is in host memory
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
-    of_block = max(*(workspace(kind.run, item, sharding) for kind in kinds), _modules_workspace(run, item, sharding))
+    # A merged tick has a forward's block of one kind beside a backward's of another: `pipeline/run_pairs.py`.
+    of_kinds = sorted(workspace(kind.run, item, sharding) for kind in kinds)
+    of_block = max(sum(of_kinds[-2:] if program.merges else of_kinds[-1:]), _modules_workspace(run, item, sharding))
     # ZeRO-3 gathers what is outside the blocks once, for the whole step.
     shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
     elsewhere = shared - shared // parallel.replicas
