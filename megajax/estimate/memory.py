@@ -61,7 +61,8 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
     # A merged tick has a forward's block of one kind beside a backward's of another: `pipeline/run_pairs.py`.
     of_kinds = sorted(workspace(kind.run, item, sharding) for kind in kinds)
-    of_block = max(sum(of_kinds[-2:] if program.merges else of_kinds[-1:]), _modules_workspace(run, item, sharding))
+    several = 2 if program.merges and program.paired else 1
+    of_block = max(sum(of_kinds[-several:]), _modules_workspace(run, item, sharding))
     # ZeRO-3 gathers what is outside the blocks once, for the whole step.
     shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
     elsewhere = shared - shared // parallel.replicas
