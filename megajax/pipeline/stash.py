@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from megajax.runtime import compat
+
 Tree = Any
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -35,6 +37,16 @@ def empty_stash(slots: int, blocks: int, shapes: Tree, *, on_host: bool = False)
         return jnp.broadcast_to(jax.device_put(jnp.zeros([1] * len(shape), leaf.dtype), HOST), shape)
 
     return jax.tree.map(empty, shapes)
+
+
+def in_order(x: jax.Array) -> jax.Array:
+    """x with the last axis innermost in memory, whatever computes it or takes it.
+
+    Before jaxlib 0.12 XLA's CPU compiler, which chooses another layout for the loops, would copy the stash in each tick.
+    """
+    if compat.jaxlib_version() < (0, 12):
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +107,7 @@ class StashRef:
 
     def write_array(self, whole: jax.Array, place, new: jax.Array) -> jax.Array:
         """As `write`, for one array of the buffer, at a block's `place`."""
-        new = new[None, None] if not self.on_host else jax.device_put(new[None, None], HOST)
+        new = in_order(new[None, None]) if not self.on_host else jax.device_put(new[None, None], HOST)
         return lax.dynamic_update_slice(whole, new, (self.slot, place, *[0] * (new.ndim - 2)))
 
     def read(self, block, zero=0) -> Tree:
@@ -122,7 +134,7 @@ class StashRef:
             return jax.device_put(value, DEVICE)[0, 0]
         # Else a matmul or a collective that takes the value transposed makes XLA's GPU compiler store the whole stash so,
         # copied before each loop over blocks: for one value instead (GPT-2 large with plain attention: 16.5 GB, not 23.2).
-        return with_layout_constraint(value, Layout(tuple(range(value.ndim))))[0, 0]
+        return in_order(value)[0, 0]
 
 
 @dataclasses.dataclass(frozen=True)
