@@ -3,9 +3,10 @@
 It follows from the run, the model's costs, the program (`software.py`) and the rates of `megajax.estimate.rates`. With m
 microbatches, p ranks and v chunks a rank,
 
-    step = (m (a rank's blocks + head) + bubble of the schedule + exposed sends + gradient sum + optimizer) (1 + waiting)
+    step = (m (a rank's blocks + head) + bubble of the schedule + exposed sends + gradient sum + optimizer)
+           (1 + waiting for the slowest GPU) / (1 - waiting for hosts)
 
-What is left out: launching kernels, loading data, hosts that are slow, contention between communication and compute.
+What is left out: launching kernels, contention between communication and compute, and hosts where no source has their share.
 megajax's own program is not priced here but kernel by kernel, as XLA compiles it (`megajax/estimate/program_time.py`).
 """
 
@@ -32,7 +33,7 @@ __all__ = ["PublishedTime", "layer_times", "published_time"]
 
 
 class PublishedTime(NamedTuple):
-    """Seconds of one optimizer step: of a rank's blocks, of the parts of the formula above, waiting for the slowest GPU."""
+    """Seconds of one optimizer step: of a rank's blocks, of the parts of the formula above, waiting for GPUs and hosts."""
 
     blocks: Work
     accumulation: float
@@ -42,6 +43,7 @@ class PublishedTime(NamedTuple):
     data: float
     optimizer: float
     slowest: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -274,4 +276,5 @@ def published_time(
         data=data,
         optimizer=ops.traffic(state * (5 * 4 + 3 * 4 + ITEMSIZE["bf16"]) + sums * software.buffer_bytes),
     )
-    return found._replace(slowest=found.total * waiting(gpu, parallel.devices))
+    found = found._replace(slowest=found.total * waiting(gpu, parallel.devices))
+    return found._replace(host=found.total * software.host_share / (1 - software.host_share))

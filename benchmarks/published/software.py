@@ -34,6 +34,7 @@ class Software:
       gathers_for_recompute: with full recompute, ZeRO-3 gathers a block for its second forward and for its backward;
         otherwise once for both.
       recomputed: of a block's matmuls, the part that its full recomputation repeats.
+      host_share: fraction of a step in which GPUs wait for data and for irregular work of the host.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Software:
     gathers_hidden: bool = False
     gathers_for_recompute: bool = True
     recomputed: float = 1.0
+    host_share: float = 0.0
 
 
 def _read() -> dict[str, Software]:

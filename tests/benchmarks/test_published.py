@@ -38,7 +38,7 @@ def checks():
 def test_published_throughputs(checks):
     """Bounds by kind, mean and largest, over held-out sources."""
     bounds = {
-        ("", MEGATRON): (0.09, 0.14),
+        ("", MEGATRON): (0.07, 0.12),
         ("", CONTEXT): (0.02, 0.03),
         ("", EXPERTS): (0.11, 0.15),
         ("a100", FSDP): (0.08, 0.38),
@@ -240,6 +240,16 @@ def test_gradient_sums_and_tied_tables_by_hand():
     # two ranks in two hosts, one adapter each: an all-reduce sends an eighth of the table once
     rows = padded_vocabulary(run.model.vocabulary, 8) / 8
     assert one.data == pytest.approx(rows * run.model.hidden * 4 / ADAPTER + 2 * (8.4e-6 + 14e-6))
+
+
+def test_waiting_for_hosts_by_hand():
+    """2402.15627 table 3: without that waiting 61.2% MFU became 62.3%; NeMo's recipes have synthetic data."""
+    run = RunConfig(preset("gpt3-13b"), ParallelConfig(pipe=2, tensor=8), TrainConfig(global_batch_size=8))
+    plain = Software("any")
+    waits = dataclasses.replace(plain, host_share=SOFTWARE["megatron_2024"].host_share)
+    one, two = (published_time(run, A100, program).total for program in (plain, waits))
+    assert one / two == pytest.approx(61.2 / 62.3, abs=5e-4)
+    assert not SOFTWARE["nemo_2024"].host_share and not SOFTWARE["megatron_2022"].host_share
 
 
 def test_an_uneven_last_stage_balances_the_head():
