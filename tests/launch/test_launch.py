@@ -21,14 +21,21 @@ ROOT = pathlib.Path(__file__).parents[2]
 class Launched:
     """Agents of one run on this machine, with one process each."""
 
-    def __init__(self, directory: pathlib.Path, words: str):
-        """`words`: the launcher's options, and after "--" the training command's."""
-        self.directory, self.words, self.agents = directory, words, []
+    def __init__(self, directory: pathlib.Path, words: str, timeout: float = 8):
+        """A run in `directory`.
+
+        Args:
+          words: the launcher's options, and after "--" the training command's.
+          timeout: seconds after which a silent node or process counts as lost; long where none is to be lost, since a
+            loaded machine may not run one for several seconds.
+        """
+        self.directory, self.words, self.timeout, self.agents = directory, words, timeout, []
 
     def start(self) -> subprocess.Popen:
         """Starts another agent."""
         own, _, command = self.words.partition(" -- ")
-        own += " --node-timeout 8 --hang-timeout 8 --join-wait 600 --address 127.0.0.1 -- tests.launch.fake_worker"
+        own += f" --node-timeout {self.timeout} --hang-timeout {self.timeout}"
+        own += " --join-wait 600 --address 127.0.0.1 -- tests.launch.fake_worker"
         command += " --devices cpu:1 --pipe 1 --tensor 1"
         words = [*own.split(), "--run-dir", str(self.directory), *command.split()]
         self.agents.append(
@@ -137,7 +144,7 @@ def test_a_node_that_is_told_to_leave_saves_and_the_others_go_on(tmp_path):
 )
 def test_a_failure_that_would_come_again_ends_the_run_on_all_nodes(tmp_path, command, code, message):
     """A user's mistake at once; others when they have come too often without a further step."""
-    run = Launched(tmp_path, "--nodes 2 --max-failures 1 -- --steps 100000")
+    run = Launched(tmp_path, "--nodes 2 --max-failures 1 -- --steps 100000", timeout=150)
     run.start(), run.start()
     run.do(1, command)
     while code == 3 and all(agent.poll() is None for agent in run.agents):
