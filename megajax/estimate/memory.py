@@ -61,7 +61,7 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     of_chunk = lambda count: sum(kind.slots * count(kind.run, item) for kind in kinds)  # noqa: E731
     # A merged tick has a forward's block of one kind beside a backward's of another: `pipeline/run_pairs.py`.
     of_kinds = sorted(workspace(kind.run, item, sharding) for kind in kinds)
-    several = 2 if program.merges and program.paired else 1
+    several = 2 if program.merges_all else 1
     of_block = max(sum(of_kinds[-several:]), _modules_workspace(run, item, sharding))
     # ZeRO-3 gathers what is outside the blocks once, for the whole step.
     shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
@@ -136,7 +136,7 @@ def _swapped_sums(program: StepProgram) -> int:
         return 0
     shapes = {one.name: one.on_device(parallel.tensor) for one in model.matmuls}
     apart = parallel.pipe > 2 and parallel.replicas > 1
-    merged = parallel.pipe > 1 and program.merges and program.paired
+    merged = parallel.pipe > 1 and program.merges_all
     if apart or not merged or program.layers.slots == 1 or "mlp_in" not in shapes:
         return 0
     inputs, outputs = shapes["mlp_in"]
@@ -185,8 +185,8 @@ def _beside_block(run: RunConfig, item: int, sharding: Sharding) -> int:
     if sharding.zero < 3:
         return scratch
     common, experts = block_parameters(run)
-    merges = StepProgram.of(run).merges and StepProgram.of(run).paired
-    return scratch + item * (common + _shards_experts(run) * (1 + merges) * experts)
+    passes = 1 + StepProgram.of(run).merges_all
+    return scratch + item * (common + _shards_experts(run) * passes * experts)
 
 
 def _shards_experts(run: RunConfig) -> bool:
@@ -225,7 +225,7 @@ def _block_workspace(run: RunConfig, item: int) -> int:
     whole = item * rows * model.hidden
     residual = whole // parallel.sequence_shares
     program = StepProgram.of(run)
-    merged = program.merges and program.paired
+    merged = program.merges_all
     full = parallel.recompute == "full"
     gathers, residuals = (5 if merged else 4 if full else 2), (2 if full else 6 if merged else 0)
     split = tensor > 1 and parallel.sequence_parallel
@@ -249,7 +249,7 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     room = model.expert_rows(parallel.expert, parallel.expert_dispatch)
     full, rounds = parallel.recompute == "full", model.experts.in_rounds(parallel.expert, parallel.expert_dispatch)
     inner, none = model.routed_inner * (2 if full or rounds else 1), parallel.recompute == "none"
-    both = program.merges and program.paired and parallel.expert > 1 and (full or not rounds)
+    both = program.merges_all and parallel.expert > 1 and (full or not rounds)
     if none or both:
         inner += sum(one.inputs for one in model.matmuls if one.name.startswith("experts") and one.split != "column")
     inner /= model.experts.chosen * parallel.tensor

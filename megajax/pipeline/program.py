@@ -159,6 +159,11 @@ class StepProgram:
         collectives = (parallel.tensor > 1 or parallel.expert > 1) and not (self.kinds and parallel.pipe == 1)
         return self.in_place and collectives and self.drains and not self.skips_slots
 
+    @property
+    def merges_all(self) -> bool:
+        """Whether every tick with work on every rank is such a merged one: the schedule's ticks are pairs."""
+        return self.merges and self.paired
+
     @functools.cached_property
     def unrolls(self) -> bool:
         """Whether a rank's blocks are traced one after the other, without a loop.
@@ -320,7 +325,7 @@ class StepProgram:
 
         Of a rank that is never without work, all but those of its warm-up; where that is all, those of the table.
         """
-        if not (self.merges and self.paired):
+        if not self.merges_all:
             return 0
         warm_up = self.schedule_slots.stash
         return merged_ticks(self.executed) if self.passes == warm_up else max(0, self.passes - warm_up)

@@ -26,6 +26,7 @@ from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
 __all__ = ["Attention", "cache_arrays", "with_rotary_table"]
 
 QKV = ("batch", "whole_sequence", "groups", None, None)
+ELEMENTS = (*QKV[:2], None, None, "head_elements")  # where there are fewer groups than ranks of a tensor group
 
 
 class Attention(nnx.Module):
@@ -75,7 +76,7 @@ class Attention(nnx.Module):
             query, gate, key, value = both[..., 0, :], both[..., 1, :], key_value[..., 0, :], key_value[..., 1, :]
         else:
             is_split = self.groups == self.config.key_value_heads
-            axes = QKV if is_split else (*QKV[:2], None, None, "head_elements")
+            axes = QKV if is_split else ELEMENTS
             qkv = self.qkv(y, self.operations.column, axes, drop=lora_drop)  # [b, whole s, g, a/g + 2, d]
             qkv = checkpoint_name(qkv if is_split else self._of_each_rank(qkv), "qkv")
             query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
@@ -106,11 +107,10 @@ class Attention(nnx.Module):
         A group for each of the t ranks of a tensor group, which has a part of the queries of one of the g groups, and a
         copy of its key and value. One all-to-all here, and one of the gradients, which are summed over copies after it.
         """
-        axes = (*QKV[:2], None, None, "head_elements")
         copies = self.groups // qkv.shape[2]
         query = qkv[..., :-2, :].reshape(*qkv.shape[:2], self.groups, -1, qkv.shape[-1])
         key_value = jnp.repeat(qkv[..., -2:, :], copies, axis=2)
-        return self.constrain(self.constrain(jnp.concatenate([query, key_value], 3), *axes), *QKV)
+        return self.constrain(self.constrain(jnp.concatenate([query, key_value], 3), *ELEMENTS), *QKV)
 
     def _own(self, values: list, layer: jax.Array) -> Any:
         """Of the values of each kind of layers that of one layer: a number if all are the same, else a scalar."""
