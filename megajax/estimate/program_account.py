@@ -93,11 +93,12 @@ def account_arguments(run: RunConfig, gpu: Gpu) -> tuple[dict[str, float], Rates
 
 def rates_of_run(run: RunConfig, gpu: Gpu) -> Rates:
     """The GPU's, with what the run's kernels compute of their operands."""
-    attention = model_costs(run.model).attention
-    causal = attention is None or attention.causal
-    rates = rates_of(gpu, run.train.precision)
+    model, rates = model_costs(run.model), rates_of(gpu, run.train.precision)
     parts = {"routed_part": routed_part(run), "ragged_part": ragged_part(run)}
-    return dataclasses.replace(rates, **parts, **({} if causal else {"attention_part": 1.0}))
+    if model.attention is not None:
+        tokens = model.sequence_length
+        parts["attention_part"] = model.attention.pairs(tokens) / tokens**2
+    return dataclasses.replace(rates, **parts)
 
 
 def routed_part(run: RunConfig) -> float:

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -71,7 +72,8 @@ class Rates:
         `host`, `network` and `stream`.
       ragged: bytes/s of a ragged all-to-all to the host's other GPUs.
       attention_part: of the square of scores, the part that attention kernels compute that do not say it themselves: half
-        under a causal mask, else 1.
+        under a causal mask, else 1; the mean over layers where these have windows, outside which kernels visit no tile
+        (`ops/flash_attention.py`, tokamax's forward). An `attention_rate` is such that the mean gives the time of all.
       pcie: bytes/s to and from the host's memory.
       routed_part: of the rows that a device has for experts, those that balanced routing gives it.
       ragged_part: of the rows that a ragged all-to-all has room for, those that balanced routing sends.
@@ -156,6 +158,7 @@ def waiting(gpu: Gpu, devices: int) -> float:
     return JITTER[gpu.family] * math.sqrt(2 * math.log(devices))
 
 
+@functools.lru_cache(maxsize=64)  # a search asks for each block
 def rates_of(gpu: Gpu, precision: str) -> Rates:
     """The rates of a GPU in "bf16", "fp16" or "fp32": shares of its peaks, and `network_share` of its cluster's network.
 
@@ -204,9 +207,12 @@ def _with_measured(rates: Rates, measured: Measured, precision: str) -> Rates:
 
 def spread(parallel: ParallelConfig, axis: str) -> int:
     """Distance of neighbours along a mesh axis on the list of devices: the product of the axes inside it."""
-    inside = parallel.axis_order[parallel.axis_order.index(axis) + 1 :]
-    sizes = {"data": parallel.replicas, "pipe": parallel.pipe, "tensor": parallel.tensor}
-    return math.prod(sizes[name] for name in inside)
+    distance = 1
+    for name in reversed(parallel.axis_order):
+        if name == axis:
+            break
+        distance *= parallel.replicas if name == "data" else getattr(parallel, name)
+    return distance
 
 
 def devices_here(parallel: ParallelConfig, host_size: int, group: int, axis: str, apart: int = 1) -> int:

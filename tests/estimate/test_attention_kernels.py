@@ -6,6 +6,7 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
+from megajax.estimate.program_account import rates_of_run
 from megajax.estimate.program_time import Program
 
 H100 = find_gpu("h100-80gb")
@@ -49,3 +50,24 @@ def test_xlas_attention_moves_scores(dropout, mode, passes, masks, products):
         moved = often * 2 * scores + (dropout > 0) * bytes_of_mask * scores + copies * arrays
         assert work.traffic == pytest.approx(moved / found.rates.memory)
         assert work.matmul == pytest.approx(matmuls * one)
+
+
+def test_kernels_of_layers_with_windows_compute_what_these_leave():
+    """gpt-oss: in every other layer a token sees 128, itself counted half. The time is that of both layers' kernels.
+
+    A program does not say so of tokamax's kernel and of megajax's backward, whose tiles the windows' first keys decide.
+    """
+    model = dataclasses.replace(preset("gpt-oss-120b"), sequence_length=4096, layers=2)
+    run = RunConfig(model, ParallelConfig(attention="tokamax"), TrainConfig(global_batch_size=1))
+    full, windowed = 4096 * 4096 / 2, 128 * (4096 - 128 / 2)
+    rates = rates_of_run(run, H100)
+    assert rates.attention_part == (full + windowed) / 2 / 4096**2 == pytest.approx(0.2654, abs=1e-4)
+    seconds = rates.attention_part * 4096**2 / rates.attention_rate(False, rates.attention_part * 4096, 64)
+    each = [scores / rates.attention_rate(False, scores / 4096, 64) for scores in (full, windowed)]
+    assert seconds == pytest.approx(sum(each) / 2)
+    block = Program(run, H100).kinds[0][0]
+    assert block.attention[0].attention == pytest.approx(seconds * 4 * 64 * 64)  # heads, their elements
+
+    whole = dataclasses.replace(run, model=preset("llama3.2-1b"))
+    assert rates_of_run(whole, H100).attention_part == 0.5
+    assert rates_of_run(dataclasses.replace(run, model=preset("bert-336m")), H100).attention_part == 1.0
