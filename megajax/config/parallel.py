@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
 from megajax.config.fields import check_fields, setting
@@ -165,6 +166,20 @@ class ParallelConfig:
     def ring_ranks(self) -> int:
         """Ranks between whose parts of a sample attention's products are split; 1: a product has whole samples."""
         return 1 if self.context_exchange == "all_to_all" else self.context
+
+    def replaced(self, **fields: Any) -> "ParallelConfig":
+        """As `dataclasses.replace`, in a tenth of its time, which is a part of a search's that counts.
+
+        Nothing is checked when a layout is made (`validate`), so that fields can be copied.
+
+        Raises:
+          TypeError: for a field that there is not.
+        """
+        if unknown := fields.keys() - vars(self).keys():
+            raise TypeError(f"ParallelConfig has no field {', '.join(sorted(unknown))}")
+        made = object.__new__(ParallelConfig)
+        vars(made).update(vars(self) | fields)
+        return made
 
     def stage_layers(
         self, layers: int, placement: Placement | None = None, kinds: tuple[str, ...] | None = None

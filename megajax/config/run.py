@@ -10,6 +10,7 @@ from megajax.config.batch_ramp import remaining_steps
 from megajax.config.data import DataConfig
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
 from megajax.config.fields import setting
+from megajax.config.hashing import hashed_once
 from megajax.config.parallel import MOST_CPU_DEVICES, ParallelConfig
 from megajax.config.schedule_rules import check_microbatches
 from megajax.config.stage_layout import layers_of_stages
@@ -19,6 +20,7 @@ from megajax.schedules.registry import placement_of
 PARTS = ("model", "parallel", "train", "data")  # fields of RunConfig, and sections of a saved configuration
 
 
+@hashed_once
 @dataclass(frozen=True)
 class RunConfig:
     """Everything that decides what a run computes.
@@ -61,7 +63,7 @@ class RunConfig:
 
     def with_layout(self, **fields: Any) -> "RunConfig":
         """The run with other values of these fields of its layout."""
-        return dataclasses.replace(self, parallel=dataclasses.replace(self.parallel, **fields))
+        return RunConfig(self.model, self.parallel.replaced(**fields), self.train, self.data, self.imports)
 
     def validate(self, device_count: int | None = None) -> None:
         """Checks every part by itself, then the parts against one another.

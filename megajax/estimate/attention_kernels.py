@@ -2,7 +2,7 @@
 
 import functools
 
-from megajax.estimate.communication import context_sends, copied_heads, exchanged_elements
+from megajax.estimate.communication import context_elements, copied_heads, exchanged_elements
 from megajax.estimate.gpus import is_fused
 from megajax.estimate.program_kernels import Kernels, Work
 from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, devices_here
@@ -81,7 +81,7 @@ class AttentionKernels(Kernels):
         heads, steps = self.model.attention, self.parallel.ring_ranks - 1
         if heads is not None and steps:
             moved = (steps * RING_QUERIES[backward] + RING_ENDS) * self._queries
-            moved += steps * RING_KEYS[backward] * context_sends(self.run)[1] * self.item
+            moved += steps * RING_KEYS[backward] * context_elements(self.run) * self.item
             work += self.traffic(moved, steps * RING_KERNELS[backward])
         if heads is not None and self.parallel.context > self.parallel.ring_ranks:
             arrays = (2 + 2 * backward) * sum(exchanged_elements(self.run)) * self.item
@@ -106,7 +106,7 @@ class AttentionKernels(Kernels):
         about as many of a backward as of a forward are exposed, and those of both run beside nothing else.
         """
         copied = self._copied(backward)
-        if self.parallel.context == 1 or not context_sends(self.run)[1]:
+        if self.parallel.context == 1 or not context_elements(self.run):
             return copied
         if self.parallel.ring_ranks == 1:
             return copied + sum(self.exchanges(backward))
@@ -134,7 +134,7 @@ class AttentionKernels(Kernels):
 
     def round_ring(self, backward: int) -> tuple[float, float]:
         """Seconds of the sends round the ring that attention waits for, and of the kernels beside them: see `around`."""
-        if self.parallel.ring_ranks == 1 or not (elements := context_sends(self.run)[1]):
+        if self.parallel.ring_ranks == 1 or not (elements := context_elements(self.run)):
             return 0.0, 0.0
         ranks = self.parallel.context
         one, alone = self.send(elements * self.item, "data", ranks), self.parallel.tensor == 1

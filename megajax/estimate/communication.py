@@ -42,7 +42,7 @@ from megajax.pipeline.program import StepProgram
 __all__ = [
     "block_sends",
     "collectives",
-    "context_sends",
+    "context_elements",
     "copied_heads",
     "exchanged_elements",
     "expected",
@@ -333,8 +333,9 @@ def _shared(run: RunConfig) -> int:
 
 
 def _around(run: RunConfig, item: int) -> list[Sent]:
-    """Keys and values round a ring."""
-    times, each = context_sends(run)
+    """Keys and values round a ring: C - 1 times forward and backward, gradients C times."""
+    ranks, each = run.parallel.context, context_elements(run)
+    times = 2 * (2 * (ranks - 1) + ranks) * run.microbatches * _of_blocks(run, lambda kind: 1) if each else 0.0
     formula = "(6C-4) bsgd/(Ct) per layer and microbatch"
     return [Sent("data", PERMUTE, "keys, values round a ring", BLOCKS, formula, times, each * item)]
 
@@ -381,11 +382,10 @@ def exchanged_elements(run: RunConfig) -> tuple[float, float]:
     return one * queries, one * max(keys, parallel.context)
 
 
-def context_sends(run: RunConfig) -> tuple[float, float]:
-    """(sends round the ring, elements of each): keys and values C - 1 times forward and backward, gradients C times."""
+def context_elements(run: RunConfig) -> float:
+    """Elements of a rank's keys, as of its values, that each send round the ring has."""
     model, parallel = model_costs(run.model), run.parallel
     if model.attention is None:
-        return 0.0, 0.0
+        return 0.0
     keys = heads_of_device(model.attention.heads, model.attention.groups, parallel.tensor)[1]
-    one, ranks = rows_of(model, parallel) * keys * model.attention.width, parallel.context
-    return 2 * (2 * (ranks - 1) + ranks) * run.microbatches * _of_blocks(run, lambda kind: 1), one
+    return rows_of(model, parallel) * keys * model.attention.width

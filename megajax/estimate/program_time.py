@@ -132,6 +132,8 @@ class Program(Kernels):
         backward = self._embedding(TABLE * table + 3 * whole + 6 * self.residual)
         blocks = self.kinds[0][0]
         beside = lambda end, blocks: end * (max(0.0, end.total - blocks.total) / (end.total or 1.0))  # noqa: E731
+        if not first and not last:  # nothing runs beside them
+            return (forward + self._head + backward) * self.run.microbatches
         ends = beside(forward, blocks.forward * first) + beside(self._head, blocks.forward * last)
         return (ends + beside(backward, blocks.backward * first)) * self.run.microbatches
 

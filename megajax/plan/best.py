@@ -77,7 +77,7 @@ class Node:
 
     @functools.cached_property
     def run(self) -> RunConfig:
-        return RunConfig(self.base.model, ParallelConfig(**self.fields), self.base.train)
+        return self.base.with_layout(**self.fields)
 
 
 def best_layouts(question: Question, rows: int = 1, groups: Sequence[Group] = (), within: float = math.inf) -> Found:

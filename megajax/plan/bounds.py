@@ -79,14 +79,14 @@ class Bounds:
         return self._step * (run.microbatches * (blocks + self._ends(run)) + self._once(run))
 
     def seconds(self, run: RunConfig) -> float:
-        """Of a step of the run, whatever its schedule and chunks are; its other fields are known."""
+        """Of a step of the run, whatever its schedule and chunks are; its other fields are known.
+
+        Blocks are those of whole backwards: with split ones, what is kept between their parts is written and read besides.
+        """
         if run.parallel.pipe == 1:  # of one schedule, which decides whether there are loops over blocks
             return self.least_seconds(run)
-        layers = self._layers(run, 1)
-        passes = min(
-            sum(count * min(one.forward + one.backward, one.merged) for count, one in zip(layers, kinds, strict=True))
-            for kinds in (self._blocks(run, splits) for splits in (False, True))
-        )
+        each = (min(one.forward + one.backward, one.merged) for one in self._blocks(run, splits=False))
+        passes = sum(map(operator.mul, self._layers(run, 1), each))
         return self._step * (run.microbatches * (passes + self._ends(run)) + self._once(run))
 
     def scheduled_seconds(self, run: RunConfig) -> float | None:
@@ -185,7 +185,7 @@ class Bounds:
 
         def make() -> tuple[tuple[int, int], ...]:
             same = {"recompute": parallel.recompute, "recompute_blocks": parallel.recompute_blocks}
-            one, item = placements(_unscheduled(run))[0].with_layout(**same), ITEMSIZE[run.train.precision]
+            one, item = placements(_unscheduled(run, **same))[0], ITEMSIZE[run.train.precision]
             sharding = Sharding.from_config(one)
             kinds = layers_of_kinds(one)
             return tuple((kept_of_block(kind.run, item), workspace(kind.run, item, sharding)) for kind in kinds)
@@ -222,7 +222,7 @@ class Bounds:
         own += (min(spread(parallel, "data"), self.gpu.host_size),)  # with which the devices in a host are the same
 
         def make() -> tuple[str, tuple[ExposedSeconds, ...]]:
-            one = with_expert_dispatch(_unscheduled(run).with_layout(recompute=parallel.recompute), self.gpu)
+            one = with_expert_dispatch(_unscheduled(run, recompute=parallel.recompute), self.gpu)
             kinds = (Kernels(kind.run, self.gpu) for kind in layers_of_kinds(one))
             sent = (expert_seconds(kind.model, one.parallel, kind.rates, kind.item) for kind in kinds)
             return one.parallel.expert_dispatch, tuple(each.exposed for each in sent)
@@ -243,7 +243,7 @@ class Bounds:
             block = LeastBlocks(kind, self.gpu)
             return (block.kernels_alone, block.least[1]) if kernels else block.least
 
-        make = lambda: self._of_kinds(("least", own), _unscheduled(run).with_layout(**same), least)  # noqa: E731
+        make = lambda: self._of_kinds(("least", own), _unscheduled(run, **same), least)  # noqa: E731
         # What ticks hide that merge, which those of several kinds of layers on one stage do not.
         merges = parallel.pipe > 1 or not self._differ(run)
         around = (CONTEXT_MERGED if merges else 1.0) * self._around(run)
@@ -325,7 +325,8 @@ class Bounds:
 
         def times(kind: RunConfig) -> BlockTimes:
             block = Blocks(kind, self.gpu, program)
-            merged = _bounded(block.merged) if program.merges else math.inf
+            # A schedule whose ticks can merge has forwards and whole backwards only (`Schedule.validate`).
+            merged = _bounded(block.merged) if program.merges and not splits else math.inf
             seconds = (_bounded(block.forward), _bounded(block.backward), _bounded(block.input), merged)
             return BlockTimes(*seconds, kept_of_block(kind, item))
 
@@ -355,9 +356,8 @@ class Bounds:
             own += (parallel.expert, parallel.expert_dispatch, parallel.attention)
 
         def make() -> float:
-            one = _unscheduled(run).with_layout(zero=0, tensor_overlap="none")
-            one = one if has_modules else one.with_layout(expert=1, expert_dispatch="gather")
-            one = one.with_layout(data=near if apart else 1)
+            same: dict[str, Any] = {} if has_modules else {"expert": 1, "expert_dispatch": "gather"}
+            one = _unscheduled(run, **same, zero=0, tensor_overlap="none", data=near if apart else 1)
             return min(_bounded(Program(placed, self.gpu).ends) / placed.microbatches for placed in placements(one))
 
         return self._shared(("ends", own), make)
@@ -382,9 +382,10 @@ class Bounds:
         return moved + sum(program.seconds_of(one) for one in step_sends(run))
 
 
-def _unscheduled(run: RunConfig) -> RunConfig:
-    """The run with the fewest chunks, and so the fewest slots for layers."""
-    return run.with_layout(**UNSCHEDULED, schedule="1f1b", recompute="selective", recompute_blocks=1)
+def _unscheduled(run: RunConfig, **fields: Any) -> RunConfig:
+    """The run with the fewest chunks, and so the fewest slots for layers; and with other values of these fields."""
+    same = UNSCHEDULED | {"schedule": "1f1b", "recompute": "selective", "recompute_blocks": 1}
+    return run.with_layout(**same | fields)
 
 
 def _bounded(work: Work) -> float:

@@ -291,7 +291,7 @@ def filters(question: Question) -> dict[str, Filter]:
 def legal_run(question: Question, base: RunConfig, fields: Fields) -> RunConfig | None:
     """The run with these fields of its layout, with attention and dispatch resolved; None if it is not legal."""
     dispatch = {} if fields["expert"] > 1 else {"expert_dispatch": "gather"}
-    run = RunConfig(base.model, ParallelConfig(**fields | dispatch), base.train)
+    run = base.with_layout(**fields | dispatch)
     if not passes(run.parallel.validate, run.validate_together):  # its model and training are legal by themselves
         return None
     if "context" in run.parallel.rings and not StepProgram.of(run).paired:  # see `pipeline.device_checks`

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.config import ConfigError, ModelConfig, preset
+from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.gpus import find_gpu
+from megajax.estimate.kinds import layers_of_kinds
 from megajax.estimate.memory import bytes_per_device
+from megajax.estimate.program_blocks import Blocks
 from megajax.plan.best import DEGREES, SHAPES, best_layouts, fastest, on_mesh
 from megajax.plan.bounds import Bounds
 from megajax.plan.explain import COMPARED, reasons
@@ -125,6 +127,36 @@ def test_bounds_are_below_what_they_bound(model):
         if one.fits:
             least = bounds.least_seconds(run), bounds.least_seconds(run, kernels=True)
             assert max(*least, bounds.seconds(run), bounds.scheduled_seconds(run)) <= one.time.total
+
+
+layouts_of_blocks = st.builds(
+    lambda model, sequence, tensor, pipe, matmuls, **fields: RunConfig(
+        dataclasses.replace(model, sequence_length=sequence),
+        ParallelConfig(tensor=tensor, pipe=pipe, sequence_parallel=tensor > 1, schedule="1f1b", **fields),
+        TrainConfig(global_batch_size=64, precision="bf16", matmul_dtype=None if model.experts else matmuls),
+    ).with_layout(data=64 // (tensor * pipe)),
+    st.sampled_from([*MODELS, dataclasses.replace(MODEL, norm="rmsnorm", activation="swiglu", biases=False)]),
+    st.sampled_from([64, 256, 1024, 8192]),
+    tensor=st.sampled_from([1, 2, 4]),
+    pipe=st.sampled_from([2, 4]),
+    matmuls=st.sampled_from([None, "fp8"]),
+    microbatch_size=st.sampled_from([1, 2, 4]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    zero=st.sampled_from([0, 1, 3]),
+    expert=st.just(1),
+    expert_dispatch=st.just("gather"),
+    attention=st.sampled_from(["xla", "cudnn"]),
+)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(run=layouts_of_blocks, gpu=st.sampled_from(["h100-80gb", "l40s"]))
+def test_blocks_of_split_backwards_take_no_less(run, gpu):
+    """So that a bound of blocks with whole backwards is one of all schedules."""
+    for kind in layers_of_kinds(run):
+        whole, split = (Blocks(kind.run.with_layout(schedule=name), find_gpu(gpu)) for name in ("1f1b", "zb_h1"))
+        assert not whole.program.splits and split.program.splits
+        assert whole.forward.total + whole.backward.total < split.forward.total + split.backward.total
 
 
 def test_reasons_are_those_of_all_layouts_of_a_mesh():
