@@ -63,7 +63,7 @@ class RunConfig:
 
     def with_layout(self, **fields: Any) -> "RunConfig":
         """The run with other values of these fields of its layout."""
-        return RunConfig(self.model, self.parallel.replaced(**fields), self.train, self.data, self.imports)
+        return dataclasses.replace(self, parallel=self.parallel.replaced(**fields))
 
     def validate(self, device_count: int | None = None) -> None:
         """Checks every part by itself, then the parts against one another.
