@@ -4,27 +4,33 @@ The hash of a frozen dataclass is that of all its fields, each time that it is a
 costs hundreds of thousands of times, by the model's configuration.
 """
 
-__all__ = ["hashed_once"]
+from typing import TypeVar
 
-HASH = "_hash"
+__all__ = ["HashSlot", "hashed_once"]
 
 
-def hashed_once(cls: type) -> type:
+class HashSlot:
+    """Base class of those that `hashed_once` decorates: a place for the hash, outside an object's `vars`."""
+
+    __slots__ = ("_hash",)
+
+
+Class = TypeVar("Class", bound=HashSlot)
+
+
+def hashed_once(cls: type[Class]) -> type[Class]:
     """Class decorator of a frozen dataclass: an object computes its hash when it is first asked for.
 
-    A pickled object leaves it behind, since hashes of strings differ between processes.
+    A pickled or copied object leaves it behind, since hashes of strings differ between processes.
     """
     of_fields = cls.__hash__
 
     def hash_once(self) -> int:
-        found = self.__dict__.get(HASH)
-        if found is None:
-            found = of_fields(self)
-            object.__setattr__(self, HASH, found)
-        return found
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", of_fields(self))
+            return self._hash
 
-    def state(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != HASH}
-
-    cls.__hash__, cls.__getstate__ = hash_once, state
+    cls.__hash__, cls.__getstate__ = hash_once, lambda self: dict(self.__dict__)
     return cls

@@ -10,7 +10,7 @@ from typing import ClassVar
 from megajax.config.errors import ConfigError, divisors, multiples, one_of
 from megajax.config.experts import ONLY_WITH_EXPERTS, check_experts, expert_parameters
 from megajax.config.fields import check_fields, setting
-from megajax.config.hashing import hashed_once
+from megajax.config.hashing import HashSlot, hashed_once
 from megajax.config.latent import check_latent
 from megajax.config.layer_kinds import DENSE, check_layer_kinds, joined, model_kinds, parts_of
 from megajax.config.layer_pattern import NO_PATTERN, check_layer_pattern, variant_numbers, variants, without_field
@@ -25,7 +25,7 @@ from megajax.config.rotary import check_rotary
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ModelSizes):
+class ModelConfig(ModelSizes, HashSlot):
     """The shape of a decoder-only transformer. The defaults are GPT's; those of other families are in `PRESETS`."""
 
     causal: ClassVar[bool] = True  # tokens attend to earlier tokens only

@@ -10,7 +10,7 @@ from megajax.config.batch_ramp import remaining_steps
 from megajax.config.data import DataConfig
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
 from megajax.config.fields import setting
-from megajax.config.hashing import hashed_once
+from megajax.config.hashing import HashSlot, hashed_once
 from megajax.config.parallel import MOST_CPU_DEVICES, ParallelConfig
 from megajax.config.schedule_rules import check_microbatches
 from megajax.config.stage_layout import layers_of_stages
@@ -22,7 +22,7 @@ PARTS = ("model", "parallel", "train", "data")  # fields of RunConfig, and secti
 
 @hashed_once
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(HashSlot):
     """Everything that decides what a run computes.
 
     Attributes:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, near
-from megajax.config.hashing import hashed_once
+from megajax.config.hashing import HashSlot, hashed_once
 from megajax.estimate import model_costs
 from megajax.estimate.measured import Measured
 from megajax.ops.attention_choice import FUSED, choose_attention, mask_of
@@ -32,7 +32,7 @@ LESSER = ("MIG", "Laptop", "Max-Q")
 
 @hashed_once
 @dataclasses.dataclass(frozen=True)
-class Gpu:
+class Gpu(HashSlot):
     """A GPU and how GPUs of its kind are connected. Rates are bytes/s of one GPU in one direction; latencies seconds.
 
     Attributes:

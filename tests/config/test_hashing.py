@@ -19,6 +19,7 @@ def test_equal_objects_have_equal_hashes(one):
     before = {one: 1}
     same = dataclasses.replace(one)
     assert same == one and hash(same) == hash(one) == hash(copy.copy(one)) and before[same] == 1
+    assert list(vars(one)) == [field.name for field in dataclasses.fields(one)]
     assert repr(same) == repr(one) and dataclasses.asdict(same) == dataclasses.asdict(one)
     name = "imports" if one is RUN else "name"
     assert hash(dataclasses.replace(one, **{name: ("other",)})) != hash(one)
