@@ -78,9 +78,7 @@ class StepProgram:
         parallel = self.run.parallel
         options = {name: getattr(parallel, name) for name in SCHEDULE_OPTIONS}
         given = {name: value for name, value in options.items() if value is not None}
-        if parallel.schedule in with_option(
-            "costs"
-        ):  # full recompute runs the forward again before the input's gradient
+        if parallel.schedule in with_option("costs"):  # full recompute repeats the forward before the input's gradient
             given["costs"] = Costs(1.0, 3.0, 2.0, 1.0) if parallel.recompute == "full" else Costs()
         return {"stages": parallel.pipe, "microbatches": self.run.microbatches, "chunks": parallel.chunks, **given}
 
@@ -151,9 +149,9 @@ class StepProgram:
     def merges(self) -> bool:
         """Whether ticks in which every rank has a forward and a backward run both in one loop over blocks.
 
-        If blocks have collectives to hide, and run in no bubble. The loop runs a block of a forward beside one of a
-        backward, so of layers of one kind every stage must have as many. Of several kinds there are pairs of a rank's
-        two chunks (`run_pairs`); one stage alone has arrays for two slots, which are for one kind.
+        If blocks have collectives to hide, and run in no bubble. The loop runs a forward's block beside a backward's, so of
+        layers of one kind every stage must have as many. Of several kinds there are pairs of a rank's two chunks
+        (`run_pairs`); one stage alone has arrays for two slots, which are for one kind.
         """
         parallel = self.run.parallel
         collectives = (parallel.tensor > 1 or parallel.expert > 1) and not (self.kinds and parallel.pipe == 1)
@@ -161,7 +159,7 @@ class StepProgram:
 
     @property
     def merges_all(self) -> bool:
-        """Whether every tick with work on every rank is such a merged one: the schedule's ticks are pairs."""
+        """Whether every tick with work on every rank is a merged one: the schedule's ticks are pairs."""
         return self.merges and self.paired
 
     @functools.cached_property
