@@ -40,8 +40,6 @@ from megajax.models.costs import ModelCosts
 from megajax.pipeline.program import StepProgram
 
 __all__ = [
-    "NO_SENDS",
-    "BlockSends",
     "block_sends",
     "collectives",
     "context_elements",
@@ -102,9 +100,6 @@ class BlockSends(NamedTuple):
     again: np.ndarray  # gathered for the weights' gradients, with full recomputation for the repeated forward too
     sums: np.ndarray  # of the repeated forward
     late: np.ndarray  # of W, where the backward is split
-
-
-NO_SENDS = BlockSends(*[np.zeros(len(PAIRS))] * len(BlockSends._fields))
 
 
 def expected(program: StepProgram) -> list[Sent]:

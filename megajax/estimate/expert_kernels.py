@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from megajax.estimate.communication import NO_SENDS, BlockSends, block_sends
+from megajax.estimate.communication import BlockSends, block_sends
 from megajax.estimate.expert_dispatch import DispatchSeconds, by_all_to_all, expert_seconds
 from megajax.estimate.kept import kept_by_experts
 from megajax.estimate.program_kernels import Kernels, Work
@@ -111,7 +111,7 @@ class ExpertKernels(Kernels):
     @functools.cached_property
     def sends(self) -> BlockSends:
         """The block's collectives over `tensor`, as the program's description has them."""
-        return block_sends(self.parallel, self.model) if self.parallel.tensor > 1 else NO_SENDS
+        return block_sends(self.parallel, self.model)
 
     @functools.cached_property
     def _prices(self) -> np.ndarray:
@@ -127,7 +127,5 @@ class ExpertKernels(Kernels):
         The others are of experts over several replicas: tokens that all of these have here, the sums of their results, and
         the router's own.
         """
-        if self.parallel.tensor == 1:
-            return 0.0, 0.0, 0.0
         seconds, alone = counts * self._prices, 6 if self.parallel.expert == 1 else 3
         return float(seconds[:alone].sum()), float(seconds[:3].sum()), float(seconds[alone:].sum())

@@ -350,8 +350,6 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         They are at least what all of its matmuls and attention leave, which matters where a tensor group spans hosts, or
         where matmuls are small.
         """
-        if not (self._pairs or all_of_them):
-            return 0.0
         one, exposed = self._collective, 0.0
         gated, full = is_gated(self.model), self.parallel.recompute == "full"
         widest = self.rows * max(product.outputs for product in self._products) * self.item

@@ -62,10 +62,10 @@ class Work(NamedTuple):
         return self.tensor + self.context + self.expert + self.pipe + self.data + self.offload
 
     def __add__(self, other: "Work") -> "Work":
-        return tuple.__new__(Work, map(operator.add, self, other))
+        return Work._make(map(operator.add, self, other))
 
     def __mul__(self, times: float) -> "Work":
-        return tuple.__new__(Work, [times * value for value in self])
+        return Work._make([times * value for value in self])
 
 
 class Product(NamedTuple):
