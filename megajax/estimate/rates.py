@@ -207,12 +207,9 @@ def _with_measured(rates: Rates, measured: Measured, precision: str) -> Rates:
 
 def spread(parallel: ParallelConfig, axis: str) -> int:
     """Distance of neighbours along a mesh axis on the list of devices: the product of the axes inside it."""
-    distance = 1
-    for name in reversed(parallel.axis_order):
-        if name == axis:
-            break
-        distance *= parallel.replicas if name == "data" else getattr(parallel, name)
-    return distance
+    inside = parallel.axis_order[parallel.axis_order.index(axis) + 1 :]
+    sizes = {"data": parallel.replicas, "pipe": parallel.pipe, "tensor": parallel.tensor}
+    return math.prod(sizes[name] for name in inside)
 
 
 def devices_here(parallel: ParallelConfig, host_size: int, group: int, axis: str, apart: int = 1) -> int:

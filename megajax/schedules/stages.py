@@ -226,9 +226,7 @@ class StageLayers:
     @functools.cached_property
     def skips_slots(self) -> bool:
         """As the function, of (groups of) layers of one kind."""
-        if self.kinds or (self.placement.layers is None and self.layers >= self.stages * self.group):
-            return False  # numbers of layers that are chosen here differ by one group at most, see `counts`
-        return skips_slots(self.in_groups.counts)
+        return not self.kinds and skips_slots(self.in_groups.counts)
 
     @property
     def kind_slots(self) -> dict[str, int]:
