@@ -178,7 +178,7 @@ class ParallelConfig:
         """
         if unknown := fields.keys() - vars(self).keys():
             raise TypeError(f"ParallelConfig has no field {', '.join(sorted(unknown))}")
-        made = object.__new__(ParallelConfig)
+        made = object.__new__(type(self))
         vars(made).update(vars(self) | fields)
         return made
 
