@@ -392,12 +392,7 @@ def _check_sizes(run: RunConfig, schedule: Schedule, microbatches: int) -> None:
     for name, of_run, of_file, change in (
         ("stages", parallel.pipe, schedule.stages, f"--pipe {schedule.stages}"),
         ("chunks", parallel.chunks, schedule.chunks, f"--chunks {schedule.chunks}"),
-        (
-            "microbatches",
-            microbatches,
-            schedule.microbatches,
-            f"--global-batch-size {schedule.microbatches * batch}",
-        ),
+        ("microbatches", microbatches, schedule.microbatches, f"--global-batch-size {schedule.microbatches * batch}"),
     ):
         if of_run != of_file:
             raise ScheduleError(f"{parallel.schedule} has {of_file} {name} and the run {of_run}: pass {change}")
