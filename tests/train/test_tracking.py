@@ -121,10 +121,10 @@ FAILURES = {  # how: (a line of the log, whether all records are lost)
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_failing_tracker_is_a_line_and_never_waited_for(fake, how):
-    """20,000 records go in, although the library never returns, and the run ends."""
+    """20,000 records go in at once, although the library never returns; the end takes no longer than the limit."""
     fake.fails(how)
-    text = io.StringIO()
-    tracker = make_tracker(WAIT if how.startswith("blocks") else LONG)
+    text, wait = io.StringIO(), WAIT if how.startswith("blocks") else LONG
+    tracker = make_tracker(wait)
     with RunLog(20_000, 10**6, console=Console(file=text, width=300), tracker=tracker) as log:
         start = time.perf_counter()
         for step in range(1, 20_001):
@@ -137,7 +137,8 @@ def test_a_failing_tracker_is_a_line_and_never_waited_for(fake, how):
     ended = time.perf_counter() - end
     lines, (said, all_lost) = text.getvalue().splitlines(), FAILURES[how]
     assert sum(said in line for line in lines) == 1, lines
-    assert taken < LONG and ended < LONG
+    assert taken < 10.0  # 0.5 ms for a record, on a busy machine
+    assert ended < wait + 3.0
     lost = next(line for line in lines if "of 20000 records of steps were not logged" in line)
     assert not all_lost or "20000 of 20000" in lost
     assert sum("too slow" in line for line in lines) <= 1 and len(lines) <= 5
