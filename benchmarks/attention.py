@@ -31,8 +31,9 @@ from megajax.config.options import Parser
 from megajax.estimate.gpus import Gpu, find_gpu
 from megajax.estimate.hlo import read
 from megajax.estimate.program_account import account_of
-from megajax.ops.attention import INTERPRETED, XLA, Kernel, cudnn_kernel, tokamax_kernel, with_window
+from megajax.ops.attention import Kernel
 from megajax.ops.attention_choice import cudnn_installed
+from megajax.ops.attention_kernels import INTERPRETED, XLA, cudnn_kernel, tokamax_kernel, with_window
 from megajax.plan.compiler import compile_for, compiler_versions
 from megajax.plan.measure import mean_seconds
 from megajax.runtime.compat import tokamax_installed

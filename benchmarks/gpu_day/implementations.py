@@ -6,7 +6,7 @@ from functools import partial
 import jax
 
 from benchmarks.gpu_day.outcomes import NotAvailable
-from megajax.ops import attention, grouped_matmul
+from megajax.ops import attention_kernels, grouped_matmul
 from megajax.ops.attention import Kernel
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.ops.grouped_matmul import GroupedKernel
@@ -15,9 +15,9 @@ from megajax.runtime.compat import tokamax_compiles_for, tokamax_installed
 
 # By the values of --attention. On other devices than GPUs the kernels of Pallas run in its interpreter.
 ATTENTION: Mapping[str, Callable[[jax.Device], Kernel]] = {
-    "xla": lambda _: attention.XLA,
-    "cudnn": lambda device: attention.CUDNN if _has_cudnn(device) else None,
-    "tokamax": lambda device: _tokamax_kernel(device) if _is_gpu(device) else attention.INTERPRETED,
+    "xla": lambda _: attention_kernels.XLA,
+    "cudnn": lambda device: attention_kernels.CUDNN if _has_cudnn(device) else None,
+    "tokamax": lambda device: _tokamax_kernel(device) if _is_gpu(device) else attention_kernels.INTERPRETED,
 }
 GROUPED: Mapping[str, Callable[[jax.Device], GroupedKernel]] = {
     "xla": lambda _: grouped_matmul.XLA,
@@ -31,7 +31,11 @@ GENERATIONS = {"product": (9, 10), "product, transposed": (9, 10), "gradient": (
 def attention_kernel(name: str, device: jax.Device, window: int | None = None) -> Kernel:
     """The kernel of a name; raises NotAvailable if this machine lacks it."""
     kernel = ATTENTION[name](device)
-    return attention.cudnn_kernel(window) if name == "cudnn" and window else attention.with_window(kernel, window)
+    return (
+        attention_kernels.cudnn_kernel(window)
+        if name == "cudnn" and window
+        else attention_kernels.with_window(kernel, window)
+    )
 
 
 def timed_attention(device: jax.Device, window: int | None) -> dict[str, Callable]:
@@ -60,7 +64,7 @@ def _is_gpu(device: jax.Device) -> bool:
 def _tokamax_kernel(device: jax.Device) -> Kernel:
     if not tokamax_installed():
         raise NotAvailable("tokamax is not installed")
-    return attention.tokamax_kernel(device)
+    return attention_kernels.tokamax_kernel(device)
 
 
 def _has_tokamax(device: jax.Device) -> bool:

@@ -19,11 +19,6 @@ class ModelSizes:
         return self.value_head_size or self.head_dimension
 
     @property
-    def attention_width(self) -> int:
-        """Elements of a head as fused kernels have it: that of queries and keys, or of values if it is larger."""
-        return max(self.head_dimension, self.value_dimension)
-
-    @property
     def rotated_dimension(self) -> int:
         """Elements of a head that rotary positions rotate, the first ones; rounded down, as in transformers."""
         return self.rotary_head_size or int(self.head_dimension * self.rotary_fraction)

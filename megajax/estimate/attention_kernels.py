@@ -5,7 +5,8 @@ import functools
 from megajax.estimate.communication import context_elements, copied_heads, exchanged_elements
 from megajax.estimate.gpus import is_fused
 from megajax.estimate.program_kernels import Kernels, Work
-from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD, devices_here
+from megajax.estimate.rates import TOKAMAX_BACKWARD, devices_here
+from megajax.ops.attention_choice import has_head_sizes
 
 __all__ = ["CONTEXT_MERGED", "AttentionKernels"]
 
@@ -38,14 +39,19 @@ class AttentionKernels(Kernels):
         tokens, heads = self.model.sequence_length, parallel.microbatch_size * attention.heads / parallel.tensor
         queries = tokens // parallel.context
         if is_fused(parallel):
-            flops = 4 * heads * attention.pairs(tokens) * attention.width / parallel.context
-            factor = TOKAMAX_BACKWARD if parallel.attention == "tokamax" else FUSED_BACKWARD
+            sizes = attention.sizes
+            query, value = sizes if has_head_sizes(parallel.attention, *sizes) else [max(sizes)] * 2
+            scores = heads * attention.pairs(tokens) / parallel.context
+            flops = 2 * scores * (query + value), 2 * scores * (3 * query + 2 * value)
+            if parallel.attention == "tokamax":
+                flops = flops[0], TOKAMAX_BACKWARD * flops[0]
             # a kernel of a ring's step has the keys of one rank only, on average half of them where they are masked
             here = tokens / parallel.ring_ranks / (2 if attention.causal else 1)
             keys = min(attention.pairs(tokens) / tokens, here)
             rates = [self.rates.attention_rate(backward, keys, attention.head_size) for backward in (False, True)]
-            forward = Work(attention=flops / rates[0], gaps=self.rates.gap)
-            backward = Work(attention=factor * flops / rates[1], gaps=self.rates.gap)
+            forward, backward = (
+                Work(attention=one / rate, gaps=self.rates.gap) for one, rate in zip(flops, rates, strict=True)
+            )
             return forward, backward, Work()
         return self._unfused(heads, queries, tokens)
 
@@ -58,7 +64,7 @@ class AttentionKernels(Kernels):
         read. Where the probabilities are kept, they are written before and after dropout.
         """
         attention, mode, scores = self.model.attention, self.parallel.recompute, heads * queries * tokens
-        width = (attention.head_size + (attention.value_size or attention.head_size)) / 2  # on average
+        width = sum(attention.sizes) / 2  # on average
         written = scores * self.item
         moved = written + heads * (queries + tokens) * width * self.item
         product = self.rates.product(2 * scores * width, written, moved)
@@ -92,9 +98,9 @@ class AttentionKernels(Kernels):
 
     @property
     def _queries(self) -> float:
-        """Bytes of a block's queries on a device."""
+        """Bytes of a block's queries on a device, or of their results: of both on average."""
         heads = self.model.attention
-        return self.rows * heads.heads * heads.width / self.parallel.tensor * self.item
+        return self.rows * heads.heads * sum(heads.sizes) / 2 / self.parallel.tensor * self.item
 
     def around(self, backward: int) -> float:
         """Seconds of exposed sends of attention's arrays between C ranks, and over tensor (`copied_heads`), in one block.

@@ -377,15 +377,15 @@ def exchanged_elements(run: RunConfig) -> tuple[float, float]:
     model, parallel = model_costs(run.model), run.parallel
     if model.attention is None:
         return 0.0, 0.0
-    one = rows_of(model, parallel) * model.attention.head_size
+    one = rows_of(model, parallel) * sum(model.attention.sizes) / 2
     queries, keys = heads_of_device(model.attention.heads, model.attention.groups, parallel.tensor)
     return one * queries, one * max(keys, parallel.context)
 
 
 def context_elements(run: RunConfig) -> float:
-    """Elements of a rank's keys, as of its values, that each send round the ring has."""
+    """Elements of a rank's keys, or of its values, that each send round the ring has: of both on average."""
     model, parallel = model_costs(run.model), run.parallel
     if model.attention is None:
         return 0.0
     keys = heads_of_device(model.attention.heads, model.attention.groups, parallel.tensor)[1]
-    return rows_of(model, parallel) * keys * model.attention.width
+    return rows_of(model, parallel) * keys * sum(model.attention.sizes) / 2

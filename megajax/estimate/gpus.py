@@ -198,7 +198,7 @@ def with_attention(run: RunConfig, gpu: Gpu) -> RunConfig:
     )
     choice = choose_attention(
         run.parallel.attention,
-        head_size=attention.width,
+        head_sizes=attention.sizes,
         dropout=attention.dropout,
         window=attention.window,
         mask=mask_of(run.data.resets_attention, attention),

@@ -179,21 +179,23 @@ def _attention_flops(line: Line, types: Mapping[str, str]) -> float:
     megajax's backward and tokamax's have two kernels, which both compute the scores and the probabilities' gradients. With
     cuDNN's sliding window, whose length is in the program, FLOPs are twice those of the scores that are not hidden, as they
     are on the whole square of a causal mask. The documents and windows of the other kernels are not in the program.
-    Operands are queries, keys and values [batch, sequence, heads, head dimension]; tokamax's of a batch of 1 without it.
+    Operands are queries, keys and values [batch, sequence, heads, head dimension]; tokamax's of a batch of 1 without it. In
+    cuDNN's, values may have another head dimension: that of one product of a forward, and of two of a backward.
     """
     name = kernel_name(line)
     products = 5 if "Backward" in name else 2
     if name.startswith(OWN_BACKWARD):
         products = OWN_PRODUCTS[len(arrays(line.type))]
     shapes = _attention_shapes(line, types)
-    (queries, heads, width), keys = shapes[0][-3:], shapes[1][-3]
+    (queries, heads, width), keys, of_values = shapes[0][-3:], shapes[1][-3], products // 2
     batch, hidden = math.prod(shapes[0][:-3]), keys - _window(line, keys)
-    return products * 2.0 * batch * heads * (queries * keys - hidden**2) * width
+    widths = (products - of_values) * width + of_values * shapes[2][-1]
+    return 2.0 * batch * heads * (queries * keys - hidden**2) * widths
 
 
 def _attention_shapes(line: Line, types: Mapping[str, str]) -> list[tuple[int, ...]]:
-    """Of queries and keys."""
-    return [found[0][1] for name in operands(line)[:2] if (found := arrays(types.get(name, "")))]
+    """Of queries, keys and values."""
+    return [found[0][1] for name in operands(line)[:3] if (found := arrays(types.get(name, "")))]
 
 
 def _window(line: Line, keys: int) -> int:
@@ -204,7 +206,7 @@ def _window(line: Line, keys: int) -> int:
 
 def _attended(line: Line, types: Mapping[str, str]) -> tuple[float, float]:
     """(keys of a query by the whole square of scores, as `_attention_flops` counts it; elements of a head)."""
-    (queries, _, width), (keys, *_) = (shape[-3:] for shape in _attention_shapes(line, types))
+    (queries, _, width), (keys, *_) = (shape[-3:] for shape in _attention_shapes(line, types)[:2])
     return keys - (keys - _window(line, keys)) ** 2 / queries, width
 
 

@@ -9,17 +9,9 @@ import jax.numpy as jnp
 
 from megajax.config import ConfigError, ParallelConfig, RunConfig, option
 from megajax.models.interface import ModelContext, PipelineModel, model_class
-from megajax.ops.attention import (
-    CUDNN,
-    INTERPRETED,
-    XLA,
-    Kernel,
-    cudnn_kernel,
-    fused_attention,
-    tokamax_kernel,
-    with_window,
-)
+from megajax.ops.attention import Kernel, fused_attention
 from megajax.ops.attention_choice import FUSED, Choice, choose_attention, mask_of
+from megajax.ops.attention_kernels import CUDNN, INTERPRETED, XLA, cudnn_kernel, tokamax_kernel, with_window
 from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.distillation import Teacher
 from megajax.ops.exchanged_attention import exchanged_attention
@@ -65,7 +57,7 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
         return Choice("xla", f"{model.__name__} has no attention that could be fused")
     return choose_attention(
         parallel.attention,
-        head_size=attention.head_size,
+        head_sizes=(attention.head_size, attention.value_size or attention.head_size),
         dropout=attention.dropout,
         window=attention.window,
         mask=mask_of(run.data.resets_attention, attention),

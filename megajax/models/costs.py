@@ -84,9 +84,9 @@ class Attention:
     gathered: int | None = None
 
     @property
-    def width(self) -> int:
-        """Elements of a head of fused kernels, which have one size for keys and values."""
-        return max(self.head_size, self.value_size or 0)
+    def sizes(self) -> tuple[int, int]:
+        """Elements of a head of queries and keys, and of values."""
+        return self.head_size, self.value_size or self.head_size
 
     def pairs(self, tokens: int) -> float:
         """Scores that a head computes for a sample of this many tokens, if it leaves out those that are masked."""

@@ -261,13 +261,15 @@ class GPT(NNXModel):
 
     @classmethod
     def fusable_attention(cls, config: ModelConfig) -> FusableAttention | None:
-        """The heads' size and dropout, and the sliding windows; None: no layer has attention."""
+        """The heads' sizes and dropout, and the sliding windows; None: no layer has attention."""
         if "attention" not in config.mixers:
             return None
         windows = config.attention_windows
         window = windows[0] if len(windows) == 1 else None
         more = {"differ": len(windows) > 1 or any(config.attention_chunks), "unfused": config.unfused_attention}
-        return FusableAttention(config.attention_width, config.dropout, window, **more)
+        return FusableAttention(
+            config.head_dimension, config.dropout, window, value_size=config.value_dimension, **more
+        )
 
     @property
     def vocabulary(self) -> int:

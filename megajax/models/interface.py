@@ -100,7 +100,8 @@ class FusableAttention(NamedTuple):
     """Properties of blocks with `ModelContext.operations.attend`, which determine whether a fused kernel can run.
 
     Attributes:
-      head_size, dropout: elements of a head; probability of dropping an attention probability.
+      head_size, value_size: elements of a head of queries and keys; of values, None: as many.
+      dropout: probability of dropping an attention probability.
       window: latest tokens that a token attends to; None: all, or layers differ.
       causal: whether tokens attend to earlier tokens only; if not, samples may end with padding.
       differ, unfused: whether layers have different windows or chunks; a field of the model that no fused kernel has, or "".
@@ -112,6 +113,7 @@ class FusableAttention(NamedTuple):
     causal: bool = True
     differ: bool = False
     unfused: str = ""
+    value_size: int | None = None
 
 
 class PipelineModel(abc.ABC):

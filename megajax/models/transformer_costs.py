@@ -299,8 +299,7 @@ def _kept_by_transformer(
             [
                 *_projected(config, value, query_key_value),
                 value("probabilities", 0, "tensor", per_token_pair=heads, fused=False),
-                value("context", joined, "tensor", fused=False),
-                value("context", heads * config.attention_width, "tensor", fused=True),
+                value("context", joined, "tensor"),
                 value("attention_statistics", heads, "tensor", itemsize=4, fused=True),
             ]
             if is_attention

@@ -9,11 +9,12 @@ No kernel knows sinks. With one more score of a head the softmax of the keys is 
 (exp(statistics) + exp(sink)), and a kernel's backward takes output and statistics of a softmax over more keys than its own.
 So the forward's results are changed, the backward gets them, and a sink's gradient follows from both.
 
-Shapes: b samples, s queries, t keys, a heads of size d in g groups that share a key and a value, n = a / g.
+Shapes: b samples, s queries, t keys, a heads of size d in g groups that share a key and a value, n = a / g; values have
+heads of size v, which is d but for latent attention.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -23,26 +24,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.flash_attention import HIDDEN_SCORE, flash_backward
+from megajax.ops.flash_attention import HIDDEN_SCORE
 from megajax.ops.linear import Constrain, identity
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
-from megajax.ops.tokamax_kernels import attention_backward, attention_forward, has_backward
-from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward
 
 __all__ = [
-    "CUDNN",
-    "INTERPRETED",
-    "XLA",
     "Kernel",
     "Scoring",
     "plain_attention",
     "softcapped",
     "softmax_with_sinks",
-    "cudnn_kernel",
     "document_starts",
     "fused_attention",
-    "tokamax_kernel",
-    "with_window",
 ]
 
 HEADS = P(None, None, TENSOR)  # queries, keys, values and outputs: their third axis is heads or groups
@@ -163,7 +156,7 @@ class Kernel(NamedTuple):
     """An implementation of attention, on the heads and the part of the sequence that a device has.
 
     Attributes:
-      forward: (query [b, s, a, d], key [b, t, g, d], value [b, t, g, d], causal, first) -> (output [b, s, a, d],
+      forward: (query [b, s, a, d], key [b, t, g, d], value [b, t, g, v], causal, first) -> (output [b, s, a, v],
         statistics [b, a, s]). Statistics are the fp32 logarithm of the sum over keys of exp(score), score =
         query key / sqrt(d). `causal` hides keys after their query (then s = t). `first`, int32 [b, s] and not decreasing
         along s, hides keys before first[query]; None hides none. A query that sees no key has output 0 and statistics
@@ -197,7 +190,7 @@ def fused_attention(
     Args:
       query: [b, s, g, n, d], groups split over tensor.
       key: [b, s, g, d], likewise.
-      value: [b, s, g, d], likewise.
+      value: [b, s, g, v], likewise.
       kernel: one of this module's, or ring attention.
       document: int32 [b, s], the place in the sample of the first token of each token's document (`document_starts`), if
         tokens attend to their own document only; causal only.
@@ -206,7 +199,7 @@ def fused_attention(
       sinks: one more score of each head, [g, n], groups split over tensor, see `softmax_with_sinks`; None: there is none.
 
     Returns:
-      [b, s, g, n, d], named "context" where it is differentiated.
+      [b, s, g, n, v], named "context" where it is differentiated.
     """
     return _forward(query, key, value, kernel, document, padding, causal, sinks)[0]
 
@@ -220,7 +213,7 @@ def _forward(query, key, value, kernel, document, padding, causal, sinks):
         output, statistics = kernel.forward(join_heads(query), key, value, causal, first)
         if sinks is not None:
             output, statistics = _with_sinks(output, statistics, sinks)
-        return output.reshape(query.shape), statistics
+        return output.reshape(*query.shape[:-1], -1), statistics
 
     specs = (HEADS, HEADS, HEADS, P(), P(), P(TENSOR)), (HEADS, STATISTICS)
     results = on_tensor_shards(local, *specs)(query, key, value, document, padding, sinks)
@@ -276,96 +269,6 @@ def document_starts(document: jax.Array) -> jax.Array:
     return lax.cummax(jnp.where(begins, place, 0), axis=document.ndim - 1)
 
 
-def with_window(kernel: Kernel, window: int | None) -> Kernel:
-    """The kernel for queries that see the last `window` keys only, themselves included; causal only."""
-    if window is None:
-        return kernel
-
-    def both(query, first):
-        start = jnp.maximum(jnp.arange(query.shape[1], dtype=jnp.int32) - (window - 1), 0)[None]
-        return jnp.broadcast_to(start, query.shape[:2]) if first is None else jnp.maximum(start, first)
-
-    def forward(query, key, value, causal, first=None):
-        return kernel.forward(query, key, value, causal, both(query, first))
-
-    def backward(query, *arguments):
-        *others, first = arguments
-        return kernel.backward(query, *others, both(query, first))
-
-    return Kernel(forward, backward)
-
-
 def join_heads(x: jax.Array) -> jax.Array:
     """[b, s, g, n, d] -> [b, s, g n, d], the order of heads in which kernels assign keys and values to queries."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-# XLA's own kernel: it materializes the scores of its queries and keys. For tests, and for ring attention's pieces.
-
-
-def _probabilities(query, key, causal, first, statistics=None):
-    """exp(score - statistics), fp32 [b, g, n, s, t], and the statistics [b, g, n, s]."""
-    grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1]) * query.shape[-1] ** -0.5
-    scores = jnp.einsum("bsgnd,btgd->bgnst", grouped, key, preferred_element_type=jnp.float32)
-    row, column = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
-    seen = column <= row if causal else np.ones((1, 1), bool)
-    if first is not None:
-        seen = (seen & (column >= first[..., None]))[:, None, None]
-    scores = jnp.where(seen, scores, HIDDEN_SCORE)
-    if statistics is None:
-        statistics = jnp.maximum(jax.nn.logsumexp(scores, axis=-1), HIDDEN_SCORE)
-    return jnp.where(seen, jnp.exp(scores - statistics[..., None]), 0), statistics
-
-
-def _xla_forward(query, key, value, causal, first=None):
-    probabilities, statistics = _probabilities(query, key, causal, first)
-    output = jnp.einsum("bgnst,btgd->bsgnd", probabilities.astype(value.dtype), value)
-    return output.reshape(query.shape), statistics.reshape(len(query), -1, query.shape[1])
-
-
-def _xla_backward(query, key, value, output, statistics, gradient, causal, first=None):
-    groups, fp32 = key.shape[2], jnp.float32
-    split = lambda x: x.reshape(*x.shape[:2], groups, -1, x.shape[-1])  # noqa: E731
-    statistics = statistics.reshape(len(query), groups, -1, query.shape[1])
-    p, _ = _probabilities(query, key, causal, first, statistics)
-    dv = jnp.einsum("bgnst,bsgnd->btgd", p.astype(value.dtype), split(gradient), preferred_element_type=fp32)
-    dp = jnp.einsum("bsgnd,btgd->bgnst", split(gradient), value, preferred_element_type=fp32)
-    along = jnp.einsum("bsgnd,bsgnd->bgns", split(gradient), split(output), preferred_element_type=fp32)
-    ds = (p * (dp - along[..., None]) * query.shape[-1] ** -0.5).astype(query.dtype)
-    dq = jnp.einsum("bgnst,btgd->bsgnd", ds, key, preferred_element_type=fp32).reshape(query.shape)
-    dk = jnp.einsum("bgnst,bsgnd->btgd", ds, split(query), preferred_element_type=fp32)
-    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
-
-
-XLA = Kernel(_xla_forward, _xla_backward)
-# On any device: XLA's forward, and megajax's backward in Pallas's interpreter; Mosaic's does not run tokamax's kernels.
-INTERPRETED = Kernel(_xla_forward, partial(flash_backward, interpret=True))
-
-
-@cache
-def tokamax_kernel(device: jax.Device) -> Kernel:
-    """tokamax's on this NVIDIA GPU, one of the mesh's; where `first` hides keys, or it has none, megajax's backward."""
-
-    def backward(query, key, value, output, statistics, gradient, causal, first=None):
-        arrays = (query, key, value, output, statistics, gradient)
-        if first is None and has_backward(device, query.shape[-1]):
-            return attention_backward(device, *arrays, causal)
-        return flash_backward(*arrays, causal, first)
-
-    return Kernel(partial(attention_forward, device), backward)
-
-
-def cudnn_kernel(window: int | None = None) -> Kernel:
-    """cuDNN's, for queries that see the last `window` keys only, if it is given; it has no `first`."""
-
-    def forward(query, key, value, causal, first=None):
-        assert first is None, "cuDNN's kernel has no document mask"
-        return cudnn_attention_forward(query, key, value, causal, window)
-
-    def backward(query, key, value, output, statistics, gradient, causal, first=None):
-        return cudnn_attention_backward(query, key, value, output, statistics, gradient, causal, window)
-
-    return Kernel(forward, backward)
-
-
-CUDNN = cudnn_kernel()

@@ -24,11 +24,16 @@ from megajax.config import ConfigError
 from megajax.ops.tokamax_kernels import generation
 from megajax.runtime.compat import cudnn_version, tokamax_installed
 
-__all__ = ["AS_REQUESTED", "FUSED", "Choice", "choose_attention", "cudnn_installed", "mask_of"]
+__all__ = ["AS_REQUESTED", "FUSED", "Choice", "choose_attention", "cudnn_installed", "has_head_sizes", "mask_of"]
 
 FUSED = ("cudnn", "tokamax")  # the values of --attention with a fused kernel
 AS_REQUESTED = "as requested"  # the reason of an implementation that `--attention` names
 LARGEST_HEAD = 256  # of the fused kernels
+UNEQUAL_HEADS = (
+    192,
+    128,
+)  # of queries and keys, and of values: of the models with latent attention, and cuDNN's only pair
+UNEQUAL_FROM = 91100  # the version of cuDNN that has both directions for them, on Hopper and on B200s
 BLACKWELL = 10  # of the compute capability, as of B200s
 NO_TOKAMAX = "tokamax is not installed: on Python 3.12 or later, pip install 'megajax[cuda12]' or 'megajax[cuda13]'"
 
@@ -52,7 +57,7 @@ class Choice(NamedTuple):
 def choose_attention(
     requested: str,
     *,
-    head_size: int,
+    head_sizes: tuple[int, int],
     dropout: float,
     precision: str,
     device: jax.Device,
@@ -65,7 +70,7 @@ def choose_attention(
 
     Args:
       requested: auto, xla, cudnn or tokamax.
-      head_size: elements of a head.
+      head_sizes: elements of a head of queries and keys, and of values.
       dropout: of the model; fused kernels draw no mask that is the same on every mesh, so dropout needs XLA's attention.
       precision: bf16, fp16 or fp32.
       device: one of the mesh's; it may belong to a topology that is only compiled for.
@@ -79,11 +84,11 @@ def choose_attention(
     """
     if requested == "xla":
         return Choice("xla", AS_REQUESTED, window)
-    neither = _kernel_problem(head_size, dropout, precision, device)
+    neither = _kernel_problem(max(head_sizes), dropout, precision, device)
     unfused = mask is not None and mask.startswith("attention_")
     if unfused and (neither is None or device.platform != "gpu"):
         neither = f"fused kernels have no {mask}, which this model has"
-    of_cudnn = neither or _cudnn_problem(head_size, device, installed) or _mask_problem(mask, window, context)
+    of_cudnn = neither or _cudnn_problem(head_sizes, device, installed) or _mask_problem(mask, window, context)
     of_tokamax = neither or _tokamax_problem(installed)
     if requested == "tokamax" and device.platform != "gpu" and dropout == 0 and not unfused:
         return Choice("tokamax", f"as requested; in Pallas's interpreter: {neither}", window, interpreted=True)
@@ -98,6 +103,12 @@ def choose_attention(
     if of_tokamax is None:
         return Choice("tokamax", of_cudnn, window)
     return Choice("xla", of_tokamax if of_tokamax == of_cudnn else f"{of_cudnn}, and {of_tokamax}", window)
+
+
+def has_head_sizes(attention: str, head_size: int, value_size: int) -> bool:
+    """Whether an attention's kernel has these sizes of heads, of queries and keys and of values; else both get zeros."""
+    unequal = attention == "xla" or attention == "cudnn" and (head_size, value_size) == UNEQUAL_HEADS
+    return head_size == value_size or unequal
 
 
 def mask_of(documents: bool, attention: Any) -> str | None:
@@ -134,11 +145,18 @@ def _kernel_problem(head_size, dropout, precision, device) -> str | None:
     return None
 
 
-def _cudnn_problem(head_size, device, installed) -> str | None:
-    """Why cuDNN's attention cannot run where fused kernels can; None if it can."""
-    largest = LARGEST_HEAD if float(device.compute_capability) >= 9 else 128
-    if head_size > largest or head_size % 8:
-        return f"cuDNN's head size is a multiple of 8 up to {largest} on {device.device_kind}, and this is {head_size}"
+def _cudnn_problem(head_sizes, device, installed) -> str | None:
+    """Why cuDNN's attention cannot run where fused kernels can; None if it can.
+
+    The sizes are those of its backward in NVIDIA's support matrix, of cuDNN 9.18.
+    """
+    name, size = device.device_kind, max(head_sizes)
+    hopper, blackwell = (device.compute_capability.startswith(one) for one in ("9.", "10."))
+    largest = LARGEST_HEAD if hopper else 128
+    further = (UNEQUAL_HEADS, (LARGEST_HEAD, LARGEST_HEAD)) if blackwell else ()
+    if size % 8 or size > largest and tuple(head_sizes) not in further:
+        also = f", or {LARGEST_HEAD}, or {UNEQUAL_HEADS[0]} with values of {UNEQUAL_HEADS[1]}" if blackwell else ""
+        return f"cuDNN's head size is a multiple of 8 up to {largest}{also} on {name}, and this is {size}"
     if not (cudnn_installed() if installed is None else "cudnn" in installed):
         return "the cuDNN library is not installed (it comes with megajax[cuda12] and megajax[cuda13])"
     return None

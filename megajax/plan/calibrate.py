@@ -27,8 +27,8 @@ from megajax.config.toml import save_config
 from megajax.estimate.gpus import DTYPES, GPUS
 from megajax.estimate.measured import Links, Measured, fit_link, rates_by_size
 from megajax.estimate.rates import FUSED_BACKWARD, TOKAMAX_BACKWARD
-from megajax.ops.attention import CUDNN, XLA, tokamax_kernel
 from megajax.ops.attention_choice import choose_attention
+from megajax.ops.attention_kernels import CUDNN, XLA, tokamax_kernel
 from megajax.plan.cluster import load_cluster, measured_text
 from megajax.plan.compiler import compiler_versions, installed_versions
 from megajax.plan.measure import attention_rates, collective_times, copy_rate, matmul_rate
@@ -162,7 +162,8 @@ def measure(devices: Sequence[jax.Device], host_size: int, precision: str, sizes
     device, dtype = jax.local_devices(backend=devices[0].platform)[0], DTYPES[precision]
     products = {shape: matmul_rate(device, dtype, shape, sizes.work, sizes.seconds) for shape in sizes.shapes}
     memory = copy_rate(device, sizes.copied, seconds=5 * sizes.seconds)
-    name = choose_attention("auto", head_size=sizes.attention[-1], dropout=0.0, precision=precision, device=device).name
+    heads = (sizes.attention[-1],) * 2
+    name = choose_attention("auto", head_sizes=heads, dropout=0.0, precision=precision, device=device).name
     kernel = {"cudnn": CUDNN, "xla": XLA}.get(name) or tokamax_kernel(device)
     of_backward = TOKAMAX_BACKWARD if name == "tokamax" else FUSED_BACKWARD
     attention = attention_rates(device, dtype, kernel, of_backward, sizes.attention, sizes.seconds)

@@ -175,7 +175,8 @@ def collectives_in_flight(parallel: ParallelConfig) -> int:
     they run one after the other in the order of the program, which is the same on all devices (tests/collective_order.py).
     Only sends between stages are on a stream of their own, with any limit; `gpu_environment.LAUNCH_ORDER` is for these two.
     """
-    return 1 if parallel.tensor == 2 and parallel.zero < 3 else 4
+    exchanges_timed = parallel.expert > 1 and parallel.tensor == 1 and parallel.latency_estimates == "roofline"
+    return 1 if exchanges_timed or parallel.tensor == 2 and parallel.zero < 3 else 4
 
 
 def step_options(parallel: ParallelConfig, device: jax.Device) -> dict[str, int]:

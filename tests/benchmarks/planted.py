@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu_day import kernels, steps
 from benchmarks.gpu_day.outcomes import NotAvailable, Wrong
-from megajax.ops import attention
+from megajax.ops import attention_kernels
 
 
 def passes(number: int) -> dict:
@@ -31,7 +31,7 @@ def wrong_kernel() -> dict:
         hidden = None if first is None else jnp.minimum(first + 1, jnp.arange(query.shape[1]))
         return XLA.forward(query, 1.02 * key, value, causal, hidden)
 
-    attention.XLA, XLA = attention.XLA._replace(forward=forward), attention.XLA
+    attention_kernels.XLA, XLA = attention_kernels.XLA._replace(forward=forward), attention_kernels.XLA
     return kernels.attention("xla", tiny=True)
 
 

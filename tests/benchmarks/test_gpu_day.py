@@ -21,7 +21,8 @@ from benchmarks.gpu_day.outcomes import NotAvailable, Refused, Wrong
 from benchmarks.gpu_day.programs import Programs, compiled
 from benchmarks.gpu_day.runner import Store, _devices, run_all, run_case
 from megajax.config.cli import parse
-from megajax.ops.attention import XLA, Kernel
+from megajax.ops.attention import Kernel
+from megajax.ops.attention_kernels import XLA
 from megajax.plan.compiler import MISSING_PLUGIN, has_compiler
 from megajax.runtime.compat import tokamax_installed
 

@@ -66,7 +66,7 @@ def test_counts_by_hand():
     assert {name: flops[name] for name in down | up} == {name: 2 * 16 * size for name, size in (down | up).items()}
     assert flops["attention_scores"] == 2 * 16 * 16 * 2 * 6 and flops["attention_values"] == 2 * 16 * 16 * 2 * 7
     assert costs.parameters == MODEL.parameters
-    assert costs.block.whole == sum(down.values()) + 3 + 5 + 2 * 8 and costs.attention.width == 7
+    assert costs.block.whole == sum(down.values()) + 3 + 5 + 2 * 8 and costs.attention.sizes == (6, 7)
     kept = {mode: costs.kept_bytes(mode, samples=1, itemsize=1) for mode in ("none", "selective", "full")}
     # none keeps queries, keys and values too, what attention and MLP read, and the probabilities and the activation
     assert kept["none"] - kept["selective"] == 16 * (2 * 6 + 2 * 11) + 2 * 16 * 8 + 16 * 32 + 2 * 16 * 16

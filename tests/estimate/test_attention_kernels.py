@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.estimate.communication import context_elements, exchanged_elements
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.program_account import rates_of_run
 from megajax.estimate.program_time import Program
@@ -31,6 +32,25 @@ def test_a_kernel_of_a_ring_has_the_keys_of_one_rank():
     # Of six sends one is hidden, and what the queries' rotation takes; of a backward's, all.
     send = ring.send(queries / 4, "data", 4)
     assert ring.around(0) == pytest.approx(5 * send - 2 * queries / ring.rates.memory) and ring.around(1) == 0
+
+
+def test_values_of_another_size_cost_less_where_the_kernel_has_it():
+    """DeepSeek-V3, queries and keys of 192 and values of 128: cuDNN has both, tokamax gets zeros up to 192."""
+    model, pairs = preset("deepseek-v3"), 128 * 4096 * 4097 / 2
+    model = dataclasses.replace(model, sequence_length=4096)
+    for kernel, forward, backward in (("cudnn", 192 + 128, 3 * 192 + 2 * 128), ("tokamax", 2 * 192, 7 * 192)):
+        found = blocks(model, attention=kernel)
+        for direction, width in enumerate((forward, backward)):
+            rate = found.rates.attention_rate(bool(direction), 4097 / 2, 192)
+            assert found.attention[direction].attention == pytest.approx(2 * pairs * width / rate, rel=1e-3)
+
+
+def test_ranks_of_a_sample_exchange_what_latent_attention_has():
+    """Queries and their results have 128 heads of 192 and 128 elements, keys and values as many: without zeros."""
+    model = dataclasses.replace(preset("deepseek-v3"), sequence_length=8192)
+    run = RunConfig(model, ParallelConfig(context=4, attention="cudnn"), TrainConfig(global_batch_size=1))
+    queries, keys = exchanged_elements(run)
+    assert 2 * queries == 2 * keys == 2048 * 128 * (192 + 128) and context_elements(run) == keys
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

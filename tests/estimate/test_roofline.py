@@ -1,6 +1,7 @@
 """Kernels and times read from a module whose bytes, FLOPs and order are counted by hand."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -214,6 +215,18 @@ def test_attention_kernels_are_priced_by_the_scores_that_causal_masks_and_window
         "__cudnn$fmhaSoftmax": 1,
         "__cudnn$fmhaSoftmaxBackward": 1,
     }
+
+
+def test_products_of_values_have_the_values_size():
+    """cuDNN's, with values of 8 elements for queries and keys of 16: one of a forward's two products, two of five."""
+    text = ATTENTION.replace("constant({...})", "constant({...})\n  %v = bf16[2,64,4,8]{3,2,1,0} parameter(2)")
+    text = re.sub(r"(%three|%four)(.*)\(%q, %k, %k\)(.*_length\": )\d+", r"\1\2(%q, %k, %v)\g<3>0", text)
+    modules, entry = computations(text)
+    types = {line.name: line.type for line in modules[entry]}
+    kernels = {line.name: kernel_of(line, types, modules) for line in modules[entry] if line.op == "custom-call"}
+    product = 2 * 2 * 8 * 64 * 64
+    assert kernels["three"].flops == product * (16 + 8) and kernels["four"].flops == product * (3 * 16 + 2 * 8)
+    assert kernels["three"].read == 2 * (2 * 64) * (8 * 16 + 4 * 16 + 4 * 8)
 
 
 EXPERTS = r"""HloModule experts, is_scheduled=true

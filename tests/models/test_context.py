@@ -8,7 +8,8 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.models import context as model_context
-from megajax.ops.attention import XLA, fused_attention
+from megajax.ops.attention import fused_attention
+from megajax.ops.attention_kernels import XLA
 from megajax.ops.linear import plain_operations
 from tests import small
 

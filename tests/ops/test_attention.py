@@ -1,6 +1,7 @@
 """Fused attention: its interface on CPU devices, and the kernels of programs that are compiled for H100s."""
 
 import dataclasses
+import re
 from functools import cache, partial
 
 import jax
@@ -13,16 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
 from megajax.estimate import hlo
-from megajax.ops.attention import (
-    INTERPRETED,
-    XLA,
-    Scoring,
-    document_starts,
-    fused_attention,
-    plain_attention,
-    with_window,
-)
+from megajax.ops.attention import Scoring, document_starts, fused_attention, plain_attention
 from megajax.ops.attention_choice import choose_attention
+from megajax.ops.attention_kernels import INTERPRETED, XLA, with_one_size, with_window
 from tests import gpu
 from tests.gradients import both_ways
 
@@ -181,6 +175,25 @@ def test_documents_windows_and_sinks_equal_plain_attention_inside_the_executors_
         np.testing.assert_allclose(got_, want_, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", [(6, 4), (4, 6)], ids=str)
+@pytest.mark.parametrize(
+    "kernel",
+    [XLA, with_one_size(XLA), pytest.param(INTERPRETED, marks=pytest.mark.slow)],
+    ids=["xla", "zeros", "interpreted"],
+)
+def test_values_of_another_size_equal_plain_attention(kernel, sizes):
+    """Two groups of two heads: output, and all gradients, of a kernel that has both sizes or gets zeros."""
+    draw = lambda seed, *shape: np.float32(np.random.default_rng(seed).normal(size=shape))  # noqa: E731
+    query, key, value = draw(0, 2, 10, 2, 2, sizes[0]), draw(1, 2, 10, 2, sizes[0]), draw(2, 2, 10, 2, sizes[1])
+    gradient = draw(3, 2, 10, 2, 2, sizes[1])
+    want = both_ways(lambda *arrays: plain_attention(*arrays, Scoring()))(gradient, query, key, value)
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        got = jax.jit(both_ways(lambda *arrays: fused_attention(*arrays, kernel)))(gradient, query, key, value)
+    for got_, want_ in zip(got, want, strict=True):
+        np.testing.assert_allclose(got_, want_, rtol=1e-5, atol=1e-5)
+
+
 def test_document_starts():
     assert document_starts(jnp.array([[3, 3, 3], [0, 1, 0], [0, 1, 1]])).tolist() == [[0, 0, 0], [0, 1, 2], [0, 1, 1]]
 
@@ -195,11 +208,19 @@ class Device:
 CPU = Device("cpu", "cpu", "")
 A100 = Device(device_kind="NVIDIA A100-SXM4-80GB", compute_capability="8.0")
 B200 = Device(device_kind="NVIDIA B200", compute_capability="10.0")
-FITS = dict(head_size=128, dropout=0.0, precision="bf16", device=Device(), installed=("cudnn", "tokamax"))
+FITS = dict(head_sizes=(128, 128), dropout=0.0, precision="bf16", device=Device(), installed=("cudnn", "tokamax"))
 
 
 @pytest.mark.parametrize(
-    "case", [{}, {"head_size": 160}, {"head_size": 256}, {"precision": "fp16"}, {"device": A100}, {"head_size": 8}]
+    "case",
+    [
+        {},
+        {"head_sizes": (160, 160)},
+        {"head_sizes": (256, 256)},
+        {"precision": "fp16"},
+        {"device": A100},
+        {"head_sizes": (8, 8)},
+    ],
 )
 def test_auto_takes_cudnn_where_it_runs(case):
     assert choose_attention("auto", **FITS | case).name == "cudnn"
@@ -210,7 +231,7 @@ def test_auto_takes_cudnn_where_it_runs(case):
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ({"head_size": 264}, "at most 256, and this is 264"),
+        ({"head_sizes": (264, 264)}, "at most 256, and this is 264"),
         ({"dropout": 0.1}, "cannot drop the same elements on every mesh, and dropout = 0.1"),
         ({"precision": "fp32"}, "computes in bf16 or fp16, and precision = fp32"),
         ({"device": CPU}, "cpu is not an NVIDIA GPU"),
@@ -229,8 +250,11 @@ def test_where_no_fused_kernel_runs_it_is_an_error_and_auto_explains_the_choice(
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ({"head_size": 160, "device": A100}, "a multiple of 8 up to 128 on NVIDIA A100-SXM4-80GB, and this is 160"),
-        ({"head_size": 100}, "a multiple of 8"),
+        (
+            {"head_sizes": (160, 160), "device": A100},
+            "a multiple of 8 up to 128 on NVIDIA A100-SXM4-80GB, and this is 160",
+        ),
+        ({"head_sizes": (100, 100)}, "a multiple of 8"),
         ({"installed": ("tokamax",)}, "the cuDNN library is not installed"),
         ({"mask": "documents"}, "no document mask, which --reset-attention-mask needs"),
         ({"mask": "documents", "context": 2}, "no document mask"),
@@ -255,6 +279,24 @@ def test_on_blackwell_auto_takes_tokamax_but_for_windows():
     assert choose_attention("auto", **FITS | {"device": B200}, window=7).name == "cudnn"
     rtx = Device(device_kind="NVIDIA RTX PRO 6000", compute_capability="12.0")
     assert choose_attention("auto", **FITS | {"device": rtx}).name == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "capabilities"),
+    [
+        ((128, 128), "8.0 8.9 9.0 10.0 12.0"),
+        ((64, 128), "8.0 8.9 9.0 10.0 12.0"),
+        ((192, 128), "9.0 10.0"),
+        ((192, 192), "9.0"),
+        ((256, 256), "9.0 10.0"),
+    ],
+    ids=str,
+)
+def test_cudnn_has_the_sizes_of_its_support_matrix(sizes, capabilities):
+    """Those of the backward, as NVIDIA's documentation of cuDNN 9.18 has them by architecture; smaller heads get zeros."""
+    for capability in ("8.0", "8.9", "9.0", "10.0", "12.0"):
+        fits = FITS | {"head_sizes": sizes, "device": Device(compute_capability=capability), "installed": ("cudnn",)}
+        assert (choose_attention("auto", **fits).name == "cudnn") == (capability in capabilities.split()), capability
 
 
 def test_tokamax_that_is_not_installed_is_an_error_with_what_to_install():
@@ -334,6 +376,19 @@ def test_compiled_for_h100s_a_window_is_cudnns():
     text, _ = gpu.compile_step(dataclasses.replace(LARGE, sliding_window=700), MICROBATCHES, attention="cudnn")
     assert hlo.read(text).kernels == {"__cudnn$fmhaSoftmax": RUNS, "__cudnn$fmhaSoftmaxBackward": RUNS}
     assert text.count('"sliding_window_length": 700') == text.count('custom_call_target="__cudnn$fmha')
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize(("size", "width"), [(128, 128), (160, 192)], ids=["a size that cuDNN has", "with zeros"])
+def test_compiled_for_h100s_values_of_latent_attention(size, width):
+    """cuDNN's kernels have DeepSeek's heads as they are, 192 of queries and keys and 128 of values."""
+    latent = dict(kv_latent=64, query_latent=96, head_size=192, rotary_head_size=64, value_head_size=size)
+    shape = dataclasses.replace(LARGE, heads=4, positions="rotary", norm="rmsnorm", biases=False, **latent)
+    text, _ = gpu.compile_step(shape, MICROBATCHES, attention="cudnn")
+    assert hlo.read(text).kernels == {"__cudnn$fmhaSoftmax": RUNS, "__cudnn$fmhaSoftmaxBackward": RUNS}
+    first = re.compile(r"= \(bf16\[1,4,2048,(\d+)\].*custom_call_target=.__cudnn\$fmhaSoftmax\"")
+    assert {int(found) for found in first.findall(text)} == {width}
 
 
 def test_caps_are_xlas():

@@ -8,7 +8,7 @@ import pytest
 from megajax.config import ConfigError
 from megajax.config.model_split import can_exchange
 from megajax.estimate.hlo import collectives
-from megajax.ops.attention import INTERPRETED, XLA, with_window
+from megajax.ops.attention_kernels import INTERPRETED, XLA, with_window
 from megajax.ops.exchanged_attention import exchanged_attention
 from tests.ops.test_ring_attention import DOCUMENTS, MASKS, SAMPLES, SEQUENCE, SIZE, in_a_ring, inputs, plainly
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_day.kernels import attention_in_numpy as in_numpy
-from megajax.ops.attention import INTERPRETED
+from megajax.ops.attention_kernels import INTERPRETED
 from megajax.ops.flash_attention import HIDDEN_SCORE
 
 

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
 from megajax.estimate.hlo import collectives
-from megajax.ops.attention import INTERPRETED, XLA, Scoring, document_starts, fused_attention, plain_attention
+from megajax.ops.attention import Scoring, document_starts, fused_attention, plain_attention
+from megajax.ops.attention_kernels import INTERPRETED, XLA
 from megajax.ops.ring_attention import ring_attention, split_batch, zigzag
 from tests.gradients import both_ways
 

@@ -9,7 +9,7 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.estimate.measured import Link, Links, Measured
-from megajax.ops.attention import XLA
+from megajax.ops.attention_kernels import XLA
 from megajax.plan import calibrate as room
 from megajax.plan import measure
 from megajax.plan.__main__ import main

@@ -177,8 +177,6 @@ class Attention(nnx.Module):
                 document = reach if document is None else jnp.maximum(document, reach)
             context = self.operations.attend(query, key, value, document, sinks=sinks, **both_ways)
         context = context.reshape(*y.shape[:2], self.config.heads, -1)
-        if context.shape[-1] != self.config.value_dimension:  # padded for a kernel
-            context = context[..., : self.config.value_dimension]
         context = self.constrain(context, *QKV[:2], "heads", None)
         if self.operations.attend is None:
             context = checkpoint_name(context, "context")

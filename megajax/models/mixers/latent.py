@@ -111,23 +111,16 @@ class LatentAttention(Attention):
     def project(
         self, y: jax.Array, microbatch: Microbatch, layer: jax.Array, lora_drop: Dropout | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-        """Queries [b, whole s, a, 1, w], keys and values [b, whole s, a, w] of y [b, split s, h]; no gate.
+        """Of y [b, split s, h] queries [b, s, a, 1, d], keys [b, s, a, d] and values [b, s, a, v] of the whole s; no gate.
 
-        Scores have the scale 1 / sqrt(w). For fused kernels, which have one size of heads, queries and keys, or values, have
-        zeros at the end.
+        Scores have the scale 1 / sqrt(d).
         """
         one = self.sizes
         query, latent, shared = self._projected(y, microbatch, layer)
         both = checkpoint_name(self.key_value_up(latent, self.operations.column, HEADS), "expanded")
         spread = jnp.broadcast_to(shared[:, :, None], (*both.shape[:3], one.rotated))
         key, value = jnp.concatenate([both[..., : one.plain], spread], -1), both[..., one.plain :]
-        width = self.config.attention_width if self.operations.attend else query.shape[-1]
-        if self.operations.attend:
-            query, key, value = (
-                jnp.pad(x, (*[(0, 0)] * 3, (0, width - x.shape[-1]))) if x.shape[-1] < width else x
-                for x in (query, key, value)
-            )
-        query = self._scaled(query, width)
+        query = self._scaled(query, query.shape[-1])
         query, key, value = (self.constrain(x, *HEADS) for x in (query, key, value))
         return query[:, :, :, None], key, value, None
 
