@@ -100,7 +100,7 @@ class FusableAttention(NamedTuple):
     """Properties of blocks with `ModelContext.operations.attend`, which determine whether a fused kernel can run.
 
     Attributes:
-      head_size, value_size: elements of a head of queries and keys; of values, None: as many.
+      head_size, value_size: elements of a head of queries and keys, and of values (None: as many).
       dropout: probability of dropping an attention probability.
       window: latest tokens that a token attends to; None: all, or layers differ.
       causal: whether tokens attend to earlier tokens only; if not, samples may end with padding.
