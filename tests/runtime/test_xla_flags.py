@@ -64,6 +64,12 @@ def test_collectives_in_flight(monkeypatch, tensor, zero, users, expected):
     assert found.get("xla_gpu_experimental_parallel_collective_overlap_limit") == expected
 
 
+@pytest.mark.parametrize(("tensor", "estimates", "expected"), [(1, "roofline", 1), (1, "model", 4), (4, "roofline", 4)])
+def test_one_exchange_with_experts_is_in_flight_where_xla_knows_its_time(tensor, estimates, expected):
+    parallel = ParallelConfig(data=8, expert=8, tensor=tensor, latency_estimates=estimates)
+    assert xla_flags.collectives_in_flight(parallel) == expected
+
+
 def test_a_flag_unknown_to_jaxlib_is_detected_in_a_child_process(monkeypatch):
     flags = ["--xla_gpu_of_old=1", xla_flags.GPU_FLAGS[0], "--xla_gpu_of_tomorrow=2"]
     assert xla_flags.unknown_flags(flags) == ("--xla_gpu_of_old=1", "--xla_gpu_of_tomorrow=2")
