@@ -106,7 +106,7 @@ def test_a_wrong_kernel_is_found(monkeypatch):
         return of_query, 1.02 * of_key, of_value
 
     for broken in (Kernel(forward, XLA.backward), Kernel(XLA.forward, backward)):
-        monkeypatch.setattr("megajax.ops.attention.XLA", broken)
+        monkeypatch.setattr("megajax.ops.attention_kernels.XLA", broken)
         with pytest.raises(Wrong, match="3 of 3 differ from fp64 by more than their limit"):
             kernels.attention("xla", tiny=True)
 
