@@ -31,11 +31,9 @@ GENERATIONS = {"product": (9, 10), "product, transposed": (9, 10), "gradient": (
 def attention_kernel(name: str, device: jax.Device, window: int | None = None) -> Kernel:
     """The kernel of a name; raises NotAvailable if this machine lacks it."""
     kernel = ATTENTION[name](device)
-    return (
-        attention_kernels.cudnn_kernel(window)
-        if name == "cudnn" and window
-        else attention_kernels.with_window(kernel, window)
-    )
+    if name == "cudnn" and window:
+        return attention_kernels.cudnn_kernel(window)
+    return attention_kernels.with_window(kernel, window)
 
 
 def timed_attention(device: jax.Device, window: int | None) -> dict[str, Callable]:

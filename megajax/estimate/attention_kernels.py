@@ -42,6 +42,7 @@ class AttentionKernels(Kernels):
             sizes = attention.sizes
             query, value = sizes if has_head_sizes(parallel.attention, *sizes) else [max(sizes)] * 2
             scores = heads * attention.pairs(tokens) / parallel.context
+            # of a backward's five products, queries and keys are in three
             flops = 2 * scores * (query + value), 2 * scores * (3 * query + 2 * value)
             if parallel.attention == "tokamax":
                 flops = flops[0], TOKAMAX_BACKWARD * flops[0]
@@ -64,7 +65,7 @@ class AttentionKernels(Kernels):
         read. Where the probabilities are kept, they are written before and after dropout.
         """
         attention, mode, scores = self.model.attention, self.parallel.recompute, heads * queries * tokens
-        width = sum(attention.sizes) / 2  # on average
+        width = attention.mean_size
         written = scores * self.item
         moved = written + heads * (queries + tokens) * width * self.item
         product = self.rates.product(2 * scores * width, written, moved)
@@ -100,7 +101,7 @@ class AttentionKernels(Kernels):
     def _queries(self) -> float:
         """Bytes of a block's queries on a device, or of their results: of both on average."""
         heads = self.model.attention
-        return self.rows * heads.heads * sum(heads.sizes) / 2 / self.parallel.tensor * self.item
+        return self.rows * heads.heads * heads.mean_size / self.parallel.tensor * self.item
 
     def around(self, backward: int) -> float:
         """Seconds of exposed sends of attention's arrays between C ranks, and over tensor (`copied_heads`), in one block.

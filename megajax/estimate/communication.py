@@ -377,7 +377,7 @@ def exchanged_elements(run: RunConfig) -> tuple[float, float]:
     model, parallel = model_costs(run.model), run.parallel
     if model.attention is None:
         return 0.0, 0.0
-    one = rows_of(model, parallel) * sum(model.attention.sizes) / 2
+    one = rows_of(model, parallel) * model.attention.mean_size
     queries, keys = heads_of_device(model.attention.heads, model.attention.groups, parallel.tensor)
     return one * queries, one * max(keys, parallel.context)
 
@@ -388,4 +388,4 @@ def context_elements(run: RunConfig) -> float:
     if model.attention is None:
         return 0.0
     keys = heads_of_device(model.attention.heads, model.attention.groups, parallel.tensor)[1]
-    return rows_of(model, parallel) * keys * sum(model.attention.sizes) / 2
+    return rows_of(model, parallel) * keys * model.attention.mean_size

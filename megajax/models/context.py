@@ -57,7 +57,7 @@ def attention_choice(run: RunConfig, device: jax.Device, model: type[PipelineMod
         return Choice("xla", f"{model.__name__} has no attention that could be fused")
     return choose_attention(
         parallel.attention,
-        head_sizes=(attention.head_size, attention.value_size or attention.head_size),
+        head_sizes=attention.sizes,
         dropout=attention.dropout,
         window=attention.window,
         mask=mask_of(run.data.resets_attention, attention),

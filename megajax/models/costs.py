@@ -88,6 +88,11 @@ class Attention:
         """Elements of a head of queries and keys, and of values."""
         return self.head_size, self.value_size or self.head_size
 
+    @property
+    def mean_size(self) -> float:
+        """The mean of both, for what has as many arrays of queries or keys as of values or results."""
+        return sum(self.sizes) / 2
+
     def pairs(self, tokens: int) -> float:
         """Scores that a head computes for a sample of this many tokens, if it leaves out those that are masked."""
         if not self.causal:

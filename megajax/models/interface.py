@@ -15,7 +15,7 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from megajax.models.costs import ModelCosts
 from megajax.models.ids import Ids
 from megajax.models.remat import grouped
 from megajax.models.traced_costs import traced_costs
+from megajax.ops.attention_choice import FusableAttention
 from megajax.ops.cached_attention import Cache, CachedArray
 from megajax.ops.distillation import Teacher
 from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
@@ -94,26 +95,6 @@ class ModelContext:
             shifted = context.whole(jnp.roll(context.whole(x), 1, axis=1))
         """
         return self.constrain(x, *[None] * x.ndim)
-
-
-class FusableAttention(NamedTuple):
-    """Properties of blocks with `ModelContext.operations.attend`, which determine whether a fused kernel can run.
-
-    Attributes:
-      head_size, value_size: elements of a head of queries and keys, and of values (None: as many).
-      dropout: probability of dropping an attention probability.
-      window: latest tokens that a token attends to; None: all, or layers differ.
-      causal: whether tokens attend to earlier tokens only; if not, samples may end with padding.
-      differ, unfused: whether layers have different windows or chunks; a field of the model that no fused kernel has, or "".
-    """
-
-    head_size: int
-    dropout: float = 0.0
-    window: int | None = None
-    causal: bool = True
-    differ: bool = False
-    unfused: str = ""
-    value_size: int | None = None
 
 
 class PipelineModel(abc.ABC):

@@ -1,4 +1,4 @@
-"""Which attention a run gets on its devices, and why: XLA's, or one of the fused kernels of `megajax.ops.attention`.
+"""Which attention a run gets on its devices, and why: XLA's, or one of the fused kernels of `megajax.ops.attention_kernels`.
 
 With "auto", the first that the GPU, the model and the mask allow:
 
@@ -24,18 +24,49 @@ from megajax.config import ConfigError
 from megajax.ops.tokamax_kernels import generation
 from megajax.runtime.compat import cudnn_version, tokamax_installed
 
-__all__ = ["AS_REQUESTED", "FUSED", "Choice", "choose_attention", "cudnn_installed", "has_head_sizes", "mask_of"]
+__all__ = [
+    "AS_REQUESTED",
+    "FUSED",
+    "Choice",
+    "FusableAttention",
+    "choose_attention",
+    "cudnn_installed",
+    "has_head_sizes",
+    "mask_of",
+]
 
 FUSED = ("cudnn", "tokamax")  # the values of --attention with a fused kernel
 AS_REQUESTED = "as requested"  # the reason of an implementation that `--attention` names
 LARGEST_HEAD = 256  # of the fused kernels
-UNEQUAL_HEADS = (
-    192,
-    128,
-)  # of queries and keys, and of values: of the models with latent attention, and cuDNN's only pair
+UNEQUAL_HEADS = 192, 128  # of queries and keys, and of values: cuDNN's only pair, that of DeepSeek's latent attention
 UNEQUAL_FROM = 91100  # the version of cuDNN that has both directions for them, on Hopper and on B200s
 BLACKWELL = 10  # of the compute capability, as of B200s
 NO_TOKAMAX = "tokamax is not installed: on Python 3.12 or later, pip install 'megajax[cuda12]' or 'megajax[cuda13]'"
+
+
+class FusableAttention(NamedTuple):
+    """Properties of blocks with `ModelContext.operations.attend`, which determine whether a fused kernel can run.
+
+    Attributes:
+      head_size, value_size: elements of a head of queries and keys, and of values (None: as many).
+      dropout: probability of dropping an attention probability.
+      window: latest tokens that a token attends to; None: all, or layers differ.
+      causal: whether tokens attend to earlier tokens only; if not, samples may end with padding.
+      differ, unfused: whether layers have different windows or chunks; a field of the model that no fused kernel has, or "".
+    """
+
+    head_size: int
+    dropout: float = 0.0
+    window: int | None = None
+    causal: bool = True
+    differ: bool = False
+    unfused: str = ""
+    value_size: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Elements of a head of queries and keys, and of values."""
+        return self.head_size, self.value_size or self.head_size
 
 
 class Choice(NamedTuple):
@@ -154,7 +185,7 @@ def _cudnn_problem(head_sizes, device, installed) -> str | None:
     hopper, blackwell = (device.compute_capability.startswith(one) for one in ("9.", "10."))
     largest = LARGEST_HEAD if hopper else 128
     further = (UNEQUAL_HEADS, (LARGEST_HEAD, LARGEST_HEAD)) if blackwell else ()
-    if size % 8 or size > largest and tuple(head_sizes) not in further:
+    if size % 8 or size > largest and head_sizes not in further:
         also = f", or {LARGEST_HEAD}, or {UNEQUAL_HEADS[0]} with values of {UNEQUAL_HEADS[1]}" if blackwell else ""
         return f"cuDNN's head size is a multiple of 8 up to {largest}{also} on {name}, and this is {size}"
     if not (cudnn_installed() if installed is None else "cudnn" in installed):

@@ -51,8 +51,8 @@ def with_one_size(kernel: Kernel, has: Callable[[int, int], bool] = operator.eq)
     def widen(query, key, value, *others):
         """The arrays with heads of one size, and the factor in the queries: scores have the scale of their own size."""
         width = max(query.shape[-1], value.shape[-1])
-        factor = jnp.asarray((width / query.shape[-1]) ** 0.5, query.dtype)
-        arrays = (query if width == query.shape[-1] else query * factor, key, value, *others)
+        factor = (width / query.shape[-1]) ** 0.5
+        arrays = query * factor, key, value, *others
         return [jnp.pad(x, (*[(0, 0)] * 3, (0, width - x.shape[-1]))) for x in arrays], factor
 
     def forward(query, key, value, causal, first=None):
@@ -67,7 +67,7 @@ def with_one_size(kernel: Kernel, has: Callable[[int, int], bool] = operator.eq)
         (*wide, output, gradient), factor = widen(query, key, value, output, gradient)
         gradients = kernel.backward(*wide, output, statistics, gradient, causal, first)
         dq, dk, dv = (x[..., : own.shape[-1]] for x, own in zip(gradients, (query, key, value), strict=True))
-        return dq if wide[0].shape == query.shape else dq * factor, dk, dv
+        return dq * factor, dk, dv
 
     return Kernel(forward, backward)
 
@@ -138,8 +138,9 @@ def cudnn_kernel(window: int | None = None) -> Kernel:
         return cudnn_attention_backward(query, key, value, output, statistics, gradient, causal, window)
 
     def has(head_size: int, value_size: int) -> bool:
-        supported = (cudnn_version() or 0) >= UNEQUAL_FROM
-        return head_size == value_size or supported and has_head_sizes("cudnn", head_size, value_size)
+        if head_size == value_size:
+            return True
+        return has_head_sizes("cudnn", head_size, value_size) and (cudnn_version() or 0) >= UNEQUAL_FROM
 
     return with_one_size(Kernel(forward, backward), has)
 

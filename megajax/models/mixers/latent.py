@@ -120,14 +120,14 @@ class LatentAttention(Attention):
         both = checkpoint_name(self.key_value_up(latent, self.operations.column, HEADS), "expanded")
         spread = jnp.broadcast_to(shared[:, :, None], (*both.shape[:3], one.rotated))
         key, value = jnp.concatenate([both[..., : one.plain], spread], -1), both[..., one.plain :]
-        query = self._scaled(query, query.shape[-1])
+        query = self._scaled(query)
         query, key, value = (self.constrain(x, *HEADS) for x in (query, key, value))
         return query[:, :, :, None], key, value, None
 
-    def _scaled(self, query: jax.Array, width: int) -> jax.Array:
-        """The queries times what makes a scale of 1 / sqrt(width) the model's."""
+    def _scaled(self, query: jax.Array) -> jax.Array:
+        """The queries [..., d] times what makes a scale of 1 / sqrt(d) the model's."""
         scale = self.config.attention_scale or self.config.head_dimension**-0.5
-        factor = scale * width**0.5
+        factor = scale * query.shape[-1] ** 0.5
         return query if abs(factor - 1) < 1e-9 else query * jnp.asarray(factor, query.dtype)
 
     def cached(
@@ -144,7 +144,7 @@ class LatentAttention(Attention):
         query, latent, shared = self._projected(y, microbatch, layer)
         kernel = self.key_value_up.kernel[...].astype(y.dtype)
         absorbed = jnp.einsum("bnad,rad->bnar", query[..., : one.plain], kernel[..., : one.plain])
-        query = self._scaled(jnp.concatenate([absorbed, query[..., one.plain :]], -1), one.key_value + one.rotated)
+        query = self._scaled(jnp.concatenate([absorbed, query[..., one.plain :]], -1))
         entry = jnp.concatenate([self.constrain(latent, *WHOLE), shared], -1)
         old = cache.arrays["latent"][:, None]
         arrays = {"key": old, "value": old[..., : one.key_value]}
