@@ -63,7 +63,9 @@ class RunConfig(HashSlot):
 
     def with_layout(self, **fields: Any) -> "RunConfig":
         """The run with other values of these fields of its layout."""
-        return dataclasses.replace(self, parallel=self.parallel.replaced(**fields))
+        return type(self)(
+            **vars(self) | {"parallel": self.parallel.replaced(**fields)}
+        )  # as `dataclasses.replace`, faster
 
     def validate(self, device_count: int | None = None) -> None:
         """Checks every part by itself, then the parts against one another.

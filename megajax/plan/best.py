@@ -2,21 +2,19 @@
 
 `search.search` prices every legal layout. Here a heap has layouts that are known in part, with a lower bound of their time
 (`bounds.py`), and layouts that are priced. The first of it is taken, again and again: if it is known in part, those that it
-stands for are put in its place, with a recompute mode, with a closer bound, with a schedule, then priced; if it is priced,
-nothing else can be faster. So the rows are those of the exhaustive search, in its order, and most layouts are never priced.
+stands for are put in its place, with a level of ZeRO, with a schedule, whose bubble rules most of them out, with a recompute
+mode, with a closer bound, then priced; if it is priced, nothing else can be faster. So the rows are those of the exhaustive
+search, in its order, and most layouts are never made.
 """
 
-import dataclasses
-import functools
 import heapq
-import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from megajax.config import ParallelConfig, RunConfig
-from megajax.plan.bounds import Bounds
-from megajax.plan.layouts import SCHEDULE_FIELDS, Fields, layouts
+from megajax.plan.bounds import Bounds, Least
+from megajax.plan.layouts import PARTS, layouts
 from megajax.plan.search import (
     Candidate,
     Question,
@@ -32,7 +30,7 @@ from megajax.plan.search import (
 __all__ = ["DEGREES", "SHAPES", "Found", "best_layouts", "fastest", "on_mesh"]
 
 Group = Callable[[ParallelConfig], Hashable]
-RECOMPUTE_FIELDS = ("recompute_blocks", "recompute")
+MESH, ZERO, SCHEDULE, RECOMPUTE = range(len(PARTS))
 SMALLEST = 3  # layouts that are found if none fits
 # What explanations compare, and what pictures of mesh shapes and pages show.
 DEGREES: tuple[Group, ...] = (lambda one: ("tensor", one.tensor), lambda one: ("model", one.tensor * one.pipe))
@@ -58,26 +56,21 @@ class Found(NamedTuple):
     slower: frozenset[Hashable] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """Layouts that share these fields; `place` is their position among all that are declared.
 
     Attributes:
-      whole: all but the schedule's fields are known; until then the recompute mode is not either, and none stands for it.
-      bounded: their bound is `Bounds.seconds`, or closer; until then it is `Bounds.least_seconds`.
-      scheduled: the schedule's fields are known too.
+      part: which fields are known: those of `PARTS[part]` and before. Until the recompute mode is, none stands for it.
+      least: what parts of a step take at least, until the schedule is known.
+      bounded: the bound is the closest.
     """
 
     place: tuple[int, ...]
     base: RunConfig
-    fields: Fields
-    whole: bool = False
+    run: RunConfig
+    part: int
+    least: Least | None = None
     bounded: bool = False
-    scheduled: bool = False
-
-    @functools.cached_property
-    def run(self) -> RunConfig:
-        return self.base.with_layout(**self.fields)
 
 
 def best_layouts(question: Question, rows: int = 1, groups: Sequence[Group] = (), within: float = math.inf) -> Found:
@@ -117,9 +110,7 @@ def on_mesh(question: Question, mesh: tuple[int, int, int], groups: Sequence[Gro
     for base in bases(question):
         bounds = Bounds(question.gpu, question.gpus)
         runs = (legal_run(question, base, fields) for fields in layouts(base, question.gpus, filtered))
-        entries += [
-            ((bounds.scheduled_seconds(run) if groups else None) or 0.0, run) for run in runs if run is not None
-        ]
+        entries += [((bounds.seconds(run) if groups else None) or 0.0, run) for run in runs if run is not None]
     times: dict[Hashable, float] = {}  # of the fastest with each value
     found: dict[int, Candidate] = {}  # by place
     for place, (bound, run) in sorted(enumerate(entries), key=lambda entry: entry[1][0]):
@@ -143,29 +134,22 @@ class _BestFirst:
         self.closed: set[Hashable] = set()  # groups likewise, of those that are seen
         self.seen: set[Hashable] = set()
         self.fitting: list[tuple[tuple, tuple, Candidate]] = []
-        self.priced: dict[tuple[int, ...], Candidate | None] = {}  # by place
+        self.priced: dict[RunConfig, Candidate | None] = {}
         self.limit = math.inf  # seconds, beyond which no group is looked for
 
     def found(self) -> Found:
         """Runs the search."""
-        return self._sorted(*self.run())
+        return self._sorted(self.run())
 
-    def run(self, longest: float = math.inf) -> tuple[list[tuple[float, tuple[int, ...], Node]], frozenset[Hashable]]:
-        """Finds layouts that fit, up to so many seconds.
-
-        Returns all nodes without a schedule, each after a bound of its memory and its place, and the groups that are slower.
-        """
-        heap, nodes = [], []
+    def run(self, longest: float = math.inf) -> frozenset[Hashable]:
+        """Finds layouts that fit, up to so many seconds; returns the groups that are slower."""
+        heap = []
         for number, base in enumerate(bases(self.question)):
             bounds = Bounds(self.question.gpu, self.question.gpus)
-            for place, fields in enumerate(self._unscheduled(base)):
-                node = Node((number, place), base, fields)
-                run = node.run
-                memory = bounds.memory(run)
-                self.seen.update(self._keys(run.parallel))
-                nodes.append((memory, node.place, node))
-                if memory <= self.question.memory_limit:
-                    heap.append((bounds.least_seconds(run), 0, (), node.place, node, bounds))
+            for node in self._meshes(number, base):
+                self.seen.update(self._keys(node.run.parallel))
+                least = bounds.least(node.run, kernels=True, once=False)
+                heap.append((bounds.unscheduled_seconds(node.run, least), 0, (), node.place, node, bounds))
         heapq.heapify(heap)
         while heap:
             seconds, priced, sort, place, one, bounds = heapq.heappop(heap)
@@ -179,63 +163,64 @@ class _BestFirst:
             if priced:
                 self._take(one.run.parallel)
                 self.limit = min(self.limit, self.within * seconds)
-            elif not one.whole:
-                for node in self._recomputing(one):
-                    least = bounds.least_seconds(node.run, kernels=True)
-                    heapq.heappush(heap, (max(seconds, least), 0, (), node.place, node, bounds))
             elif not one.bounded:
-                if bounds.memory_of_a_microbatch(one.run) > self.question.memory_limit:
-                    continue
-                closer = max(seconds, bounds.seconds(one.run))
-                heapq.heappush(heap, (closer, 0, (), place, dataclasses.replace(one, bounded=True), bounds))
-            elif not one.scheduled:
-                for node in self._schedules(one):
-                    bound = bounds.scheduled_seconds(node.run)
-                    if bound is not None and bounds.scheduled_memory(node.run) <= self.question.memory_limit:
+                for bound, node in self._closer(one, bounds):
+                    if bound is not None:
                         heapq.heappush(heap, (max(seconds, bound), 0, (), node.place, node, bounds))
             elif (candidate := self._price(one)) is not None and candidate.fits:
                 sort = order(candidate)[1:]
                 self.fitting.append((sort, place, candidate))
                 heapq.heappush(heap, (candidate.time.total, 1, sort, place, candidate, bounds))
-        slower = {key for *_, one, _ in heap for key in self._keys(one.run.parallel)} - self.closed
-        return nodes, frozenset(slower)
+        return frozenset({key for *_, one, _ in heap for key in self._keys(one.run.parallel)} - self.closed)
+
+    def _closer(self, node: Node, bounds: Bounds) -> Iterator[tuple[float | None, Node]]:
+        """The layouts that a node stands for, of which more is known, with bounds of their time; or it with a closer one."""
+        limit = self.question.memory_limit
+        if node.part == MESH:
+            for one in self._extended(node, ZERO):
+                if bounds.memory(one.run) <= limit:
+                    least = bounds.least(one.run, kernels=True)
+                    yield bounds.unscheduled_seconds(one.run, least), one._replace(least=least)
+        elif node.part == ZERO:
+            for one in self._extended(node, SCHEDULE):
+                yield bounds.seconds(one.run, node.least), one
+        elif node.part == SCHEDULE:
+            for one in self._extended(node, RECOMPUTE):
+                if bounds.memory_of_a_microbatch(one.run) <= limit:
+                    yield bounds.seconds(one.run, bounds.least(one.run, kernels=True)), one
+        elif bounds.scheduled_memory(node.run) <= limit:
+            yield bounds.seconds(node.run), node._replace(bounded=True)
 
     def in_order(self) -> list[Candidate]:
         """The layouts that were priced and fit, in the order of `search.search`."""
         return [one for *_, one in sorted(self.fitting, key=lambda entry: entry[:2])]
 
-    def _unscheduled(self, base: RunConfig) -> Iterator[Fields]:
-        later = (*SCHEDULE_FIELDS, *RECOMPUTE_FIELDS)
-        known = {name: values for name, values in self.filters.items() if name not in later}
-        for fields in layouts(base, self.question.gpus, known):
-            ranks = 1 if fields["context_exchange"] == "all_to_all" else fields["context"]
-            attention = attention_of(base, self.question.gpu, fields["attention"], ranks)
+    def _meshes(self, number: int, base: RunConfig) -> Iterator[Node]:
+        """The nodes of which the first part is known, with attention resolved, for the base of this number."""
+        run = base.with_layout(zero=0, recompute="none", recompute_blocks=1)  # with which a step takes least
+        for node in self._extended(Node((number,), base, run, -1), MESH):
+            parallel = node.run.parallel
+            attention = attention_of(base, self.question.gpu, parallel.attention, parallel.ring_ranks)
             if attention is not None:
-                yield {**fields, "attention": attention, "recompute": "none", "recompute_blocks": 1}
+                yield node._replace(run=node.run.with_layout(attention=attention))
 
-    def _recomputing(self, node: Node) -> Iterator[Node]:
-        """The node with each recompute mode."""
-        chosen = {name: values for name, values in self.filters.items() if name in RECOMPUTE_FIELDS}
+    def _extended(self, node: Node, part: int) -> Iterator[Node]:
+        """The node with each of the values of `PARTS[part]`."""
+        chosen = {name: one for name, one in self.filters.items() if name in PARTS[part]}
         for number, fields in enumerate(layouts(node.run, self.question.gpus, chosen)):
-            yield Node((*node.place, number), node.base, fields, whole=True)
-
-    def _schedules(self, node: Node) -> Iterator[Node]:
-        """The node with each schedule and its options."""
-        chosen = {name: values for name, values in self.filters.items() if name in SCHEDULE_FIELDS}
-        run = node.run
-        for number, fields in enumerate(layouts(run, self.question.gpus, chosen)):
-            yield Node((*node.place, number), node.base, fields, whole=True, bounded=True, scheduled=True)
+            yield Node((*node.place, number), node.base, node.run.with_layout(**fields), part)
 
     def _complete(self, node: Node) -> Iterator[Node]:
-        """The node with each recompute mode and schedule."""
-        return itertools.chain.from_iterable(map(self._schedules, self._recomputing(node)))
+        """The node of which all but these are known with each schedule and recompute mode."""
+        for one in self._extended(node, SCHEDULE):
+            yield from self._extended(one, RECOMPUTE)
 
     def _price(self, node: Node) -> Candidate | None:
         """The candidate; None if it is not legal."""
-        if node.place not in self.priced:
-            run = legal_run(self.question, node.base, node.fields)
-            self.priced[node.place] = run and fastest_placement(self.question, run)
-        return self.priced[node.place]
+        if node.run not in self.priced:
+            run = legal_run(self.question, node.base, vars(node.run.parallel))
+            self.priced[node.run] = run and fastest_placement(self.question, run)
+        return self.priced[node.run]
 
     @property
     def _count(self) -> int:
@@ -257,18 +242,17 @@ class _BestFirst:
             self.meshes.add(_mesh(parallel))
         self.closed.update(self._keys(parallel))
 
-    def _sorted(self, nodes: list[tuple[float, tuple[int, ...], Node]], slower: frozenset[Hashable]) -> Found:
-        """The candidates; `nodes` are all of those without a schedule, with a bound of their memory."""
+    def _sorted(self, slower: frozenset[Hashable]) -> Found:
+        """The candidates, and of groups in which none fits one that does not."""
         candidates = self.in_order()
-        nodes.sort(key=lambda entry: entry[:2])
         if not candidates:
-            candidates = self._smallest(nodes)
+            candidates = self._smallest()
             if not candidates:
                 raise no_layout(self.question)
             return Found(candidates, self._count)
         missing = self.seen - self.closed - slower
         refused = []
-        for *_, node in nodes if missing else ():
+        for _, node in self._by_memory(missing) if missing else ():
             if missing.isdisjoint(keys := self._keys(node.run.parallel)):
                 continue
             one = next((one for one in map(self._price, self._complete(node)) if one is not None), None)
@@ -277,10 +261,20 @@ class _BestFirst:
                 refused.append(one)
         return Found(candidates + sorted(refused, key=order), self._count, slower)
 
-    def _smallest(self, nodes: list[tuple[float, tuple[int, ...], Node]]) -> list[Candidate]:
+    def _by_memory(self, keys: Set[Hashable] | None = None) -> list[tuple[float, Node]]:
+        """Nodes without schedule and recompute mode, all or these groups', after a bound of their memory, smallest first."""
+        found = []
+        for number, base in enumerate(bases(self.question)):
+            bounds = Bounds(self.question.gpu, self.question.gpus)
+            for node in self._meshes(number, base):
+                if keys is None or not keys.isdisjoint(self._keys(node.run.parallel)):
+                    found += [(bounds.memory(one.run), one) for one in self._extended(node, ZERO)]
+        return sorted(found, key=lambda entry: (entry[0], entry[1].place))
+
+    def _smallest(self) -> list[Candidate]:
         """Where nothing fits: the SMALLEST legal layouts, those with least memory first."""
         found: list[Candidate] = []
-        for memory, _, node in nodes:
+        for memory, node in self._by_memory():
             if len(found) >= SMALLEST and found[SMALLEST - 1].peak <= memory:
                 break
             priced = [one for one in map(self._price, self._complete(node)) if one is not None]

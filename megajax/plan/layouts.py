@@ -20,7 +20,7 @@ from megajax.estimate.context_exchange import exchanges
 from megajax.schedules.registry import search_order, specs
 from megajax.schedules.stages import StageLayers, loop
 
-__all__ = ["ALIKE", "FIELDS", "SCHEDULE_FIELDS", "Fields", "Filter", "layouts", "passes", "usual_filters"]
+__all__ = ["ALIKE", "FIELDS", "PARTS", "Fields", "Filter", "layouts", "passes", "usual_filters"]
 
 Fields = dict[str, Any]  # of a ParallelConfig
 Filter = Callable[[Sequence, Fields], Iterable]  # of a field's declared values, in a layout, those that are taken
@@ -206,6 +206,13 @@ FIELDS: dict[str, Callable[[RunConfig, int, Fields], Sequence]] = {
     "expert": _expert,
     "expert_dispatch": _expert_dispatch,
     "microbatch_size": _microbatch_size,
+    "sequence_parallel": lambda run, gpus, layout: (True, False),
+    "vocab_parallel": lambda run, gpus, layout: ("pipe", "tensor"),
+    "attention": lambda run, gpus, layout: ("xla", "cudnn", "tokamax"),
+    "offload_activations": lambda run, gpus, layout: (False, True),
+    "tensor_overlap": lambda run, gpus, layout: ("none", "ring")[: 1 + layout["sequence_parallel"]],
+    "axis_order": _axis_order,
+    "zero": lambda run, gpus, layout: (0, 1, 3) if _replicas(layout) > 1 else (0,),
     "schedule": _schedule,
     "chunks": _chunks,
     "group_size": lambda run, gpus, layout: (None,),
@@ -213,13 +220,6 @@ FIELDS: dict[str, Callable[[RunConfig, int, Fields], Sequence]] = {
     "pipeline_layout": _pipeline_layout,
     "recompute_blocks": lambda run, gpus, layout: [n for n in divisors(run.model.layers) if n <= MOST_BLOCKS],
     "recompute": lambda run, gpus, layout: ("none", "selective", "full")[2 * (layout["recompute_blocks"] > 1) :],
-    "zero": lambda run, gpus, layout: (0, 1, 3) if _replicas(layout) > 1 else (0,),
-    "sequence_parallel": lambda run, gpus, layout: (True, False),
-    "vocab_parallel": lambda run, gpus, layout: ("pipe", "tensor"),
-    "attention": lambda run, gpus, layout: ("xla", "cudnn", "tokamax"),
-    "offload_activations": lambda run, gpus, layout: (False, True),
-    "tensor_overlap": lambda run, gpus, layout: ("none", "ring")[: 1 + layout["sequence_parallel"]],
-    "axis_order": _axis_order,
 }
 # Where all values of a field make the same program, so that one is enough.
 ALIKE: dict[str, Callable[[Fields], bool]] = {
@@ -229,5 +229,11 @@ ALIKE: dict[str, Callable[[Fields], bool]] = {
     "tensor_overlap": lambda layout: layout["tensor"] == 1,
     "axis_order": lambda layout: sum(layout[axis] > 1 for axis in ("pipe", "tensor")) + (_replicas(layout) > 1) < 2,
 }
-# What is chosen last: bounds of a layout hold for all of its schedules.
-SCHEDULE_FIELDS = ("schedule", "chunks", "group_size", "live_chunks", "pipeline_layout")
+# The fields in the order of `FIELDS`, in parts that a search chooses one after the other. Most values of the first cannot be
+# the fastest whatever the rest is.
+LATER = (
+    ("zero",),
+    ("schedule", "chunks", "group_size", "live_chunks", "pipeline_layout"),
+    ("recompute_blocks", "recompute"),
+)
+PARTS = (tuple(name for name in FIELDS if name not in itertools.chain(*LATER)), *LATER)

@@ -16,6 +16,8 @@ from megajax.plan.best import DEGREES, SHAPES, best_layouts, fastest, on_mesh
 from megajax.plan.bounds import Bounds
 from megajax.plan.explain import COMPARED, reasons
 from megajax.plan.search import NoLayout, Question, best_by, search
+from megajax.schedules.registry import check_sizes, find, search_order
+from megajax.schedules.simulate import Costs
 
 ROWS = 4
 MODEL = ModelConfig(name="small", layers=6, hidden=2048, heads=16, vocabulary=32000, sequence_length=4096)
@@ -125,8 +127,11 @@ def test_bounds_are_below_what_they_bound(model):
         memory = bounds.memory(run), bounds.memory_of_a_microbatch(run), bounds.scheduled_memory(run)
         assert max(memory) <= one.peak
         if one.fits:
-            least = bounds.least_seconds(run), bounds.least_seconds(run, kernels=True)
-            assert max(*least, bounds.seconds(run), bounds.scheduled_seconds(run)) <= one.time.total
+            first = run.with_layout(zero=0, recompute="none", recompute_blocks=1)
+            quick, first = bounds.least(run), bounds.least(first, kernels=True, once=False)
+            seconds = [bounds.unscheduled_seconds(run, least) for least in (quick, first)]
+            seconds += [bounds.seconds(run, least) for least in (quick, first, bounds.least(run, kernels=True), None)]
+            assert max(seconds) <= one.time.total
 
 
 layouts_of_blocks = st.builds(
@@ -155,6 +160,30 @@ def test_blocks_of_split_backwards_take_no_less(run, gpu):
         whole, split = (Blocks(kind.run.with_layout(schedule=name), find_gpu(gpu)) for name in ("1f1b", "zb_h1"))
         assert not whole.program.splits and split.program.splits
         assert whole.forward.total + whole.backward.total < split.forward.total + split.backward.total
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(
+    name=st.sampled_from([name for name in search_order() if find(name).bubble]),
+    stages=st.integers(2, 16),
+    microbatches=st.integers(1, 64),
+    chunks=st.integers(1, 6),
+    operations=st.tuples(*[st.floats(0, 1)] * 3).filter(sum),
+)
+def test_a_step_is_shortest_where_its_operations_take_equally_long(name, stages, microbatches, chunks, operations):
+    """With which `Bounds` computes a bubble where it knows only the sum of the three."""
+    spec = find(name)
+    if check_sizes(name, stages=stages, microbatches=microbatches, chunks=chunks):
+        return
+    if spec.split and microbatches < stages:
+        return
+
+    def step(forward, part, weight):
+        costs = Costs(forward, part + weight, part, weight)
+        bubble = spec.bubble(stages, microbatches, chunks, costs, True)
+        return microbatches * chunks * (forward + part + weight) + bubble
+
+    assert step(*[sum(operations) / 3] * 3) <= step(*operations) * (1 + 1e-9)
 
 
 def test_reasons_are_those_of_all_layouts_of_a_mesh():
