@@ -31,6 +31,7 @@ __all__ = ["DEGREES", "SHAPES", "Found", "best_layouts", "fastest", "on_mesh"]
 
 Group = Callable[[ParallelConfig], Hashable]
 MESH, ZERO, SCHEDULE, RECOMPUTE = range(len(PARTS))
+MODES = "none", "selective"  # of recomputation, one of which takes least
 SMALLEST = 3  # layouts that are found if none fits
 # What explanations compare, and what pictures of mesh shapes and pages show.
 DEGREES: tuple[Group, ...] = (lambda one: ("tensor", one.tensor), lambda one: ("model", one.tensor * one.pipe))
@@ -148,7 +149,7 @@ class _BestFirst:
             bounds = Bounds(self.question.gpu, self.question.gpus)
             for node in self._meshes(number, base):
                 self.seen.update(self._keys(node.run.parallel))
-                least = bounds.least(node.run, kernels=True, once=False)
+                least = bounds.least(node.run, kernels=True, modes=MODES, once=False)
                 heap.append((bounds.unscheduled_seconds(node.run, least), 0, (), node.place, node, bounds))
         heapq.heapify(heap)
         while heap:
@@ -179,7 +180,7 @@ class _BestFirst:
         if node.part == MESH:
             for one in self._extended(node, ZERO):
                 if bounds.memory(one.run) <= limit:
-                    least = bounds.least(one.run, kernels=True)
+                    least = bounds.least(one.run, kernels=True, modes=MODES)
                     yield bounds.unscheduled_seconds(one.run, least), one._replace(least=least)
         elif node.part == ZERO:
             for one in self._extended(node, SCHEDULE):

@@ -78,13 +78,17 @@ class Bounds(MemoryBounds):
         super().__init__(gpu, gpus)
         self._step = EXACT * (1 + waiting(gpu, gpus))
 
-    def least(self, run: RunConfig, *, kernels: bool = False, once: bool = True) -> Least:
-        """Of a run, whatever its schedule is; `kernels`: of more of its kernels, if it has several stages.
+    def least(self, run: RunConfig, *, kernels: bool = False, modes: Sequence[str] = (), once: bool = True) -> Least:
+        """Of a run, whatever its schedule is.
 
         Blocks are those of whole backwards: with split ones, what is kept between their parts is written and read besides.
-        `once`: with what is done once in a step, which takes longest to find out.
+
+        Args:
+          kernels: of all kernels, if the run has several stages, not of products, attention and experts' rows only.
+          modes: recompute modes, of which the run may have any; none: the run's.
+          once: with what is done once in a step, which takes longest to find out.
         """
-        blocks = self._least(run, kernels and run.parallel.pipe > 1)
+        blocks = self._least(run, kernels, tuple(modes) or (run.parallel.recompute,))
         return Least(blocks, self._ends(run), self._once(run) if once else 0.0, run.parallel.zero < 3)
 
     def unscheduled_seconds(self, run: RunConfig, least: Least) -> float:
@@ -186,19 +190,21 @@ class Bounds(MemoryBounds):
 
         return self._shared(("dispatch", own), make)
 
-    def _least(self, run: RunConfig, kernels: bool = False) -> tuple[BlockTimes, ...]:
-        """Seconds of what is the same of a block of each kind in all schedules, and quickly found; `kernels`: of all."""
+    def _least(self, run: RunConfig, kernels: bool, modes: tuple[str, ...]) -> tuple[BlockTimes, ...]:
+        """Seconds of what is the same of a block of each kind in all schedules, in any of these recompute modes."""
         parallel, (dispatch, sent) = run.parallel, self._dispatch(run)
-        same: dict[str, Any] = {"zero": 0, "recompute": parallel.recompute, "expert_dispatch": dispatch}
+        kernels = kernels and parallel.pipe > 1
+        same: dict[str, Any] = {"zero": 0, "expert_dispatch": dispatch}
         own = (parallel.tensor, parallel.microbatch_size / parallel.context, parallel.ring_ranks, parallel.attention)
         own += (parallel.sequence_parallel, parallel.tensor_overlap, parallel.pipe > 1, parallel.recompute == "full")
         if kernels:
             same["recompute_blocks"] = parallel.recompute_blocks
-            own += (parallel.context, parallel.recompute, parallel.recompute_blocks, parallel.context_exchange)
+            own += (parallel.context, modes, parallel.recompute_blocks, parallel.context_exchange)
 
         def least(kind: RunConfig) -> tuple[LeastTimes, float]:
-            block = LeastBlocks(kind, self.gpu)
-            return (block.kernels_alone if kernels else block.least), block.once
+            blocks = [LeastBlocks(kind.with_layout(recompute=mode), self.gpu) for mode in modes]
+            each = (block.kernels_alone if kernels else block.least for block in blocks)
+            return LeastTimes(*map(min, zip(*each, strict=True))), blocks[0].once
 
         make = lambda: self._of_kinds(("least", own), unscheduled(run, **same), least)  # noqa: E731
         around = self._around(run)

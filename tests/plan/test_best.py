@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megajax.estimate.auto import placements
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.kinds import layers_of_kinds
 from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.program_blocks import Blocks
-from megajax.plan.best import DEGREES, SHAPES, best_layouts, fastest, on_mesh
+from megajax.estimate.step_time import step_time
+from megajax.plan.best import DEGREES, MODES, SHAPES, best_layouts, fastest, on_mesh
 from megajax.plan.bounds import Bounds
 from megajax.plan.explain import COMPARED, reasons
 from megajax.plan.search import NoLayout, Question, best_by, search
@@ -117,6 +119,12 @@ def test_orders_of_axes_and_stages_with_fewer_slots():
     assert {one.pipeline_layout for one in found if one.pipe * one.chunks == 8} == {"E(t|)*2(tt|)*5tL"}
 
 
+def least_of_mesh(bounds, run):
+    """What the search knows of a run before its level of ZeRO and its recompute mode."""
+    mesh = run.with_layout(zero=0, recompute="none", recompute_blocks=1)
+    return bounds.least(mesh, kernels=True, modes=MODES, once=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_bounds_are_below_what_they_bound(model):
@@ -127,8 +135,7 @@ def test_bounds_are_below_what_they_bound(model):
         memory = bounds.memory(run), bounds.memory_of_a_microbatch(run), bounds.scheduled_memory(run)
         assert max(memory) <= one.peak
         if one.fits:
-            first = run.with_layout(zero=0, recompute="none", recompute_blocks=1)
-            quick, first = bounds.least(run), bounds.least(first, kernels=True, once=False)
+            quick, first = bounds.least(run), least_of_mesh(bounds, run)
             seconds = [bounds.unscheduled_seconds(run, least) for least in (quick, first)]
             seconds += [bounds.seconds(run, least) for least in (quick, first, bounds.least(run, kernels=True), None)]
             assert max(seconds) <= one.time.total
@@ -160,6 +167,27 @@ def test_blocks_of_split_backwards_take_no_less(run, gpu):
         whole, split = (Blocks(kind.run.with_layout(schedule=name), find_gpu(gpu)) for name in ("1f1b", "zb_h1"))
         assert not whole.program.splits and split.program.splits
         assert whole.forward.total + whole.backward.total < split.forward.total + split.backward.total
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(
+    run=layouts_of_blocks,
+    expert=st.sampled_from([(1, "gather"), (2, "gather"), (4, "gather"), (4, "bucketed")]),
+    gpu=st.sampled_from(["h100-80gb", "a100-80gb", "l40s"]),
+)
+def test_bounds_are_below_those_of_more_that_is_known(run, expert, gpu):
+    """Of each operation of a block; and below the time of a step with each schedule."""
+    if run.model.experts:
+        run = run.with_layout(expert=expert[0], expert_dispatch=expert[1])
+    bounds = Bounds(find_gpu(gpu), 64)
+    mesh, known = least_of_mesh(bounds, run), bounds.least(run, kernels=True)
+    for first, second in zip(mesh.blocks, known.blocks, strict=True):
+        assert all(one <= other * (1 + 1e-9) for one, other in zip(first, second, strict=True))
+    for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1)):
+        one = run.with_layout(schedule=schedule, chunks=chunks)
+        seconds = [bounds.seconds(one, least) for least in (mesh, known, None)]
+        if None not in seconds:
+            assert max(seconds) <= min(step_time(placed, find_gpu(gpu)).total for placed in placements(one))
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
