@@ -190,7 +190,19 @@ def _cudnn_problem(head_sizes, device, installed) -> str | None:
         return f"cuDNN's head size is a multiple of 8 up to {largest}{also} on {name}, and this is {size}"
     if not (cudnn_installed() if installed is None else "cudnn" in installed):
         return "the cuDNN library is not installed (it comes with megajax[cuda12] and megajax[cuda13])"
+    version = cudnn_version() if installed is None else UNEQUAL_FROM
+    if blackwell and head_sizes == UNEQUAL_HEADS and version < UNEQUAL_FROM:  # zeros would make it a head of 192
+        return (
+            f"cuDNN has heads of {UNEQUAL_HEADS[0]} with values of {UNEQUAL_HEADS[1]} on {name} from {_shown(UNEQUAL_FROM)} on, "
+            f"and cuDNN {_shown(version)} is installed"
+        )
     return None
+
+
+def _shown(version: int) -> str:
+    """A version as cuDNN's documentation has it: 91002 is 9.10.2, 91100 is 9.11."""
+    *parts, last = version // 10000, version // 100 % 100, version % 100
+    return ".".join(map(str, [*parts, last] if last else parts))
 
 
 def _tokamax_problem(installed) -> str | None:

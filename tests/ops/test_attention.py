@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.config import ConfigError
 from megajax.estimate import hlo
+from megajax.ops import attention_choice
 from megajax.ops.attention import Scoring, document_starts, fused_attention, plain_attention
 from megajax.ops.attention_choice import choose_attention
 from megajax.ops.attention_kernels import INTERPRETED, XLA, with_one_size, with_window
@@ -401,3 +402,19 @@ def test_caps_are_xlas():
 def test_windows_that_differ_are_tokamaxs():
     choice = choose_attention("auto", **FITS | {"mask": "windows"})
     assert choice.name == "tokamax" and "different sliding windows" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "runs"), [("10.0", 91002, False), ("10.0", 91100, True), ("9.0", 91002, True)]
+)
+def test_heads_of_two_sizes_need_the_cudnn_that_has_them(capability, version, runs, monkeypatch):
+    """An older one gets zeros up to 192, of which B200s have no backward; Hopper has."""
+    monkeypatch.setattr(attention_choice, "cudnn_version", lambda: version)
+    fits = FITS | {"head_sizes": (192, 128), "device": Device(compute_capability=capability), "installed": None}
+    if runs:
+        assert choose_attention("cudnn", **fits).name == "cudnn"
+        return
+    with pytest.raises(
+        ConfigError, match="heads of 192 with values of 128 .* from 9.11 on, and cuDNN 9.10.2 is installed"
+    ):
+        choose_attention("cudnn", **fits)
