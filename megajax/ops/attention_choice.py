@@ -192,10 +192,8 @@ def _cudnn_problem(head_sizes, device, installed) -> str | None:
         return "the cuDNN library is not installed (it comes with megajax[cuda12] and megajax[cuda13])"
     version = cudnn_version() if installed is None else UNEQUAL_FROM
     if blackwell and head_sizes == UNEQUAL_HEADS and version < UNEQUAL_FROM:  # zeros would make it a head of 192
-        return (
-            f"cuDNN has heads of {UNEQUAL_HEADS[0]} with values of {UNEQUAL_HEADS[1]} on {name} from {_shown(UNEQUAL_FROM)} on, "
-            f"and cuDNN {_shown(version)} is installed"
-        )
+        sizes = f"heads of {UNEQUAL_HEADS[0]} with values of {UNEQUAL_HEADS[1]}"
+        return f"cuDNN has {sizes} on {name} from {_shown(UNEQUAL_FROM)} on, and cuDNN {_shown(version)} is installed"
     return None
 
 
