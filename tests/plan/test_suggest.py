@@ -40,7 +40,7 @@ def passed(run: RunConfig, options: str) -> ParallelConfig:
         (run_of("llama2-7b", 64, data=8, context=4), "--zero 1", 32),
         (run_of("gpt3-175b", 64, data=8, context=4, pipe=4, tensor=8), "--zero 1", 1024),
         (run_of("gpt3-13b", 64, data=8), "--zero 3", 8),
-        (run_of("gpt3-13b", 64, data=4, pipe=2, recompute="none", schedule="gpipe"), "--schedule 1f1b --zero 1", 8),
+        (run_of("gpt3-13b", 64, data=4, pipe=2, recompute="none", schedule="gpipe"), "--zero 1 --schedule 1f1b", 8),
         # four times the GPUs, for a model whose weights do not fit on fewer
         (run_of("gpt3-175b", 64, pipe=2, tensor=8, context=2), "--context 1 --pipe 8", 64),
     ],
@@ -82,7 +82,7 @@ def test_any_option_can_be_proposed(fields, keep, proposed):
 
 def test_two_options_if_one_is_not_enough():
     run = run_of("gpt3-13b", 64, data=4, pipe=2, recompute="none", schedule="gpipe")
-    for keep, options in (((), "--schedule 1f1b --zero 1"), (("schedule",), "--recompute full --zero 1")):
+    for keep, options in (((), "--zero 1 --schedule 1f1b"), (("schedule",), "--recompute full --zero 1")):
         assert smallest_change(run, H100, keep=keep).options == options
 
 
