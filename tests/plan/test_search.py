@@ -53,7 +53,7 @@ def test_a_cluster_of_3072_takes_under_fifteen_seconds():
     question = Question(preset("gpt3-1t"), 3072, find_gpu("h100-80gb"), 3072, zero=(0, 1, 3), context=None)
     found = best_layouts(dataclasses.replace(question, vocab_parallel="auto"), 10, DEGREES, 1.5)
     assert time.process_time() - start < 15
-    assert found.candidates[0].fits and 100 < len(found.candidates) < 1000
+    assert found.candidates[0].fits and 10 <= len(found.candidates) < 200
 
 
 def test_every_layout_is_legal_once_and_sorted():
