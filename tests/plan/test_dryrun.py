@@ -190,6 +190,7 @@ def test_a_program_that_would_deadlock_is_refused(table, code, monkeypatch, caps
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 def test_a_users_program_that_would_deadlock_is_refused(capsys):
     """Compiled for GPUs: its child process refuses it, with the user's line."""
     assert dryrun.main(["--gpu", "h100-80gb", "--run", "tests.plan.deadlocked_run"]) == 1
