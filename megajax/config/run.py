@@ -63,9 +63,7 @@ class RunConfig(HashSlot):
 
     def with_layout(self, **fields: Any) -> "RunConfig":
         """The run with other values of these fields of its layout."""
-        return type(self)(
-            **vars(self) | {"parallel": self.parallel.replaced(**fields)}
-        )  # as `dataclasses.replace`, faster
+        return dataclasses.replace(self, parallel=self.parallel.replaced(**fields))
 
     def validate(self, device_count: int | None = None) -> None:
         """Checks every part by itself, then the parts against one another.

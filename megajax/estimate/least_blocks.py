@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 from megajax.estimate.gpus import is_fused
-from megajax.estimate.kept import is_gated
-from megajax.estimate.program_blocks import GATED_PASSES, MERGED, Blocks
+from megajax.estimate.program_blocks import MERGED, Blocks
 from megajax.estimate.trained import trained_parameters
 
 __all__ = ["LeastBlocks", "LeastTimes"]
@@ -61,7 +60,7 @@ class LeastBlocks(Blocks):
         are split, W reads a gated MLP's gates.
         """
         norms = self.norms(backward=False, early=True).total - self.norms(backward=False).total
-        late = self.traffic(GATED_PASSES * self._gates).total if is_gated(self.model) and not self.held else 0.0
+        late = self.traffic(self._gates_of_w).total
         forward, part, weight = (
             one.total for one in (self._forward_kernels, self._input_kernels, self._weight_kernels)
         )

@@ -310,10 +310,14 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         return KEPT_PASSES * kept_for_weights(self.run, self.item) if self.program.splits else 0.0
 
     @property
+    def _gates_of_w(self) -> float:
+        """Bytes of a backward's elementwise work that W moves where backwards are split: over a gated MLP's gates."""
+        return GATED_PASSES * self._gates if is_gated(self.model) and not self.model.experts else 0.0
+
+    @property
     def _late(self) -> float:
         """Bytes of a backward's elementwise work that W moves."""
-        gated = self.program.splits and is_gated(self.model) and not self.model.experts
-        return GATED_PASSES * self._gates if gated else 0.0
+        return self._gates_of_w if self.program.splits else 0.0
 
     @functools.cached_property
     def weight(self) -> Work:

@@ -201,12 +201,12 @@ class Bounds(MemoryBounds):
             same["recompute_blocks"] = parallel.recompute_blocks
             own += (parallel.context, modes, parallel.recompute_blocks, parallel.context_exchange)
 
-        def least(kind: RunConfig) -> tuple[LeastTimes, float]:
+        def of_kind(kind: RunConfig) -> tuple[LeastTimes, float]:
             blocks = [LeastBlocks(kind.with_layout(recompute=mode), self.gpu) for mode in modes]
             each = (block.kernels_alone if kernels else block.least for block in blocks)
             return LeastTimes(*map(min, zip(*each, strict=True))), blocks[0].once
 
-        make = lambda: self._of_kinds(("least", own), unscheduled(run, **same), least)  # noqa: E731
+        make = lambda: self._of_kinds(("least", own), unscheduled(run, **same), of_kind)  # noqa: E731
         around = self._around(run)
         hidden = CONTEXT_MERGED * sum(around)
         found = []
