@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.ops.in_place import ADDEND, OF_PART, addend, of_part, whole
-from megajax.runtime.compat import Literal, jaxpr_as_fun, vary_over, varying_axes
+from megajax.runtime.compat import Literal, jaxpr_as_fun, traced_where, vary_over, varying_axes
 
 CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 OPTIMIZED = "optimization_barrier"
@@ -281,7 +281,8 @@ def evaluate(jaxpr, consts, arguments) -> list:
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if eqn.primitive.name in CALLS and inner is not None:
             body, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
-            results = evaluate(body, constants, [read(values, var) for var in eqn.invars])
+            with traced_where(eqn):
+                results = evaluate(body, constants, [read(values, var) for var in eqn.invars])
             values |= dict(zip(eqn.outvars, results, strict=True))
         else:
             bind(eqn, values)
@@ -333,6 +334,7 @@ def bind(eqn, values: dict, **changed: Any) -> None:
             values[eqn.outvars[0]] = value
             return
         params = params | {"axes": axes}
-    results = eqn.primitive.bind(*_alike(eqn, [read(values, var) for var in eqn.invars]), **params)
+    with traced_where(eqn):
+        results = eqn.primitive.bind(*_alike(eqn, [read(values, var) for var in eqn.invars]), **params)
     results = results if eqn.primitive.multiple_results else [results]
     values |= dict(zip(eqn.outvars, results, strict=True))

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import logging
+import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from jax._src import compiler, distributed, xla_bridge
 from jax._src.lib import hlo
 from jax.experimental import multihost_utils, topologies
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
@@ -56,6 +58,7 @@ __all__ = [
     "tokamax_compiles_for",
     "tokamax_installed",
     "topologies",
+    "traced_where",
     "updates_in_place",
     "varying_axes",
     "vjp_residuals",
@@ -65,6 +68,8 @@ Tree = Any
 PLUGIN_LOGGER = "jax._src.xla_bridge"  # logs a traceback when an installed CUDA plugin finds no GPU
 # A program that reads XLA_FLAGS and ends: XLA exits with an error message on an unknown flag.
 MAKE_CPU_CLIENT = "import jaxlib.xla_client; jaxlib.xla_client.make_cpu_client()"
+
+JAX_FILES = os.path.dirname(jax.__file__) + os.sep
 
 # The compiler option of jax for a profile of XLA's latency hiding scheduler, a ProfiledInstructionsProto, binary or as text.
 # With JAX_ENABLE_PGLE=true jax replaces it by what it has measured.
@@ -112,6 +117,17 @@ def vary_over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """x, marked as varying over these manual mesh axes too, inside a `jax.shard_map`."""
     missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def traced_where(eqn) -> contextlib.AbstractContextManager:
+    """While an equation of a jaxpr is evaluated again: its operations keep the lines of the code that it was traced from.
+
+    In the body of a call of jax's own (`jnp.roll` is jitted), whose lines jax traces apart, these are the call's.
+    """
+    traceback = eqn.source_info.traceback
+    if traceback is None or all(frame.file_name.startswith(JAX_FILES) for frame in traceback.frames):
+        return contextlib.nullcontext()
+    return source_info_util.user_context(traceback, name_stack=source_info_util.current_name_stack())
 
 
 def lower_by(primitive: Primitive, function: Callable) -> None:

@@ -1,5 +1,6 @@
 """Each entry of megajax/runtime/compat.py, against the installed jax. All passed on jax 0.10.2, 0.11.2 and 0.12.0.1."""
 
+import contextlib
 import importlib
 import logging
 import os
@@ -157,6 +158,27 @@ def test_xla_metadata_is_in_the_compiled_program():
             return jnp.cos(x)
 
     assert '_xla_gpu_collective_stream="p2p"' in jax.jit(function).lower(1.0).as_text("hlo")
+
+
+@pytest.mark.parametrize("function", [lambda x: jnp.sin(x), lambda x: jnp.roll(x, 1)], ids=["", "jitted by jax"])
+def test_an_equation_that_is_evaluated_again_keeps_its_line(function):
+    x, line = jnp.ones(4), function.__code__.co_firstlineno
+    (eqn,) = jax.make_jaxpr(function)(x).eqns
+
+    def again(x, keep):
+        with compat.traced_where(eqn) if keep else contextlib.nullcontext():
+            if "jaxpr" not in eqn.params:
+                return eqn.primitive.bind(x, **eqn.params)
+            inner = eqn.params["jaxpr"].jaxpr
+            values = {inner.invars[0]: x}
+            for one in inner.eqns:
+                with compat.traced_where(one):
+                    values[one.outvars[0]] = one.primitive.bind(*(values[var] for var in one.invars), **one.params)
+            return values[inner.outvars[0]]
+
+    for keep in (True, False):
+        text = jax.jit(again, static_argnums=1).lower(x, keep).as_text(debug_info=True)
+        assert (f'test_compat.py":{line}:' in text) == keep
 
 
 def test_a_literal_in_a_jaxpr_is_recognised():
