@@ -53,7 +53,7 @@ def smallest_change(run: RunConfig, gpu: Gpu, correction: float = 1.0, keep: Col
     """
     made = {_table(run): 0}
     for growth in (1, 2, 4, 8, 16):
-        changes = _changes(run, run.parallel.devices * growth)
+        changes = _changes(run, run.parallel.devices * growth, keep)
         allowed = sorted((fields for fields in changes if fields and not set(fields) & set(keep)), key=len)
         for _, equally_many in itertools.groupby(allowed, key=len):
             fits = _fitting(run, equally_many, made, gpu, usable_bytes(gpu) / correction)
@@ -68,15 +68,16 @@ def smallest_change(run: RunConfig, gpu: Gpu, correction: float = 1.0, keep: Col
     return None
 
 
-def _changes(run: RunConfig, devices: int) -> Iterator[Fields]:
+def _changes(run: RunConfig, devices: int, keep: Collection[str]) -> Iterator[Fields]:
     """The fields that differ in the layouts of this many GPUs in which one or two options, or the mesh, were changed.
 
-    An option whose value is not declared for the changed layout may follow, as the chunks of another schedule do.
+    An option whose value is not declared for the changed layout may follow, as the chunks of another schedule do; so may
+    one of `keep`.
     """
     before = vars(run.parallel)
     limits = {"tensor": TENSOR, "schedule": search_order()}
 
-    def keep(name: str, declared: Sequence, layout: Fields) -> list:
+    def same(name: str, declared: Sequence, layout: Fields) -> list:
         return [before[name]] if before[name] in declared else [*declared[:1], before[name]]
 
     def change(name: str, declared: Sequence, layout: Fields) -> list:
@@ -84,9 +85,11 @@ def _changes(run: RunConfig, devices: int) -> Iterator[Fields]:
         return [before[name], *others] if name in MESH else others
 
     choices = [MESH, *((name,) for name in FIELDS if name not in (*MESH, "data", *SPEED))]
+    follows = {MESH: ("data",)}
+    choices = [names for names in choices if not {*names, *follows.get(names, ())} <= set(keep)]
     for some in itertools.chain.from_iterable(itertools.combinations(choices, count) for count in (1, 2)):
         if devices == run.parallel.devices or MESH in some:
-            filters = {name: functools.partial(change if name in sum(some, ()) else keep, name) for name in FIELDS}
+            filters = {name: functools.partial(change if name in sum(some, ()) else same, name) for name in FIELDS}
             for layout in layouts(run, devices, filters | {"data": lambda declared, layout: declared}):
                 yield {name: layout[name] for name in FIELDS if layout[name] != before[name]}
 
@@ -103,7 +106,8 @@ def _fitting(
     for fields in changes:
         changed = run.with_layout(**fields)
         # Without the schedule's slots, which may need a table, most changes are ruled out.
-        legal = passes(changed.validate, functools.partial(with_attention, changed, gpu))
+        supported = functools.partial(with_attention, changed, gpu)
+        legal = passes(changed.parallel.validate, changed.validate_together, supported)  # the rest is that of `run`
         if legal and sum(bytes_per_device(changed, slots=Slots(0, 0, 0)).values()) <= limit:
             candidates.append((_forwards(changed, made), fields, changed))
     for _, fields, changed in sorted(candidates, key=lambda candidate: candidate[0]):

@@ -250,9 +250,13 @@ def test_the_smallest_change(fields, first):
 
 
 def test_a_correction_multiplies_the_memory():
-    run = RunConfig(preset("gpt3-175b"), ParallelConfig(pipe=4, tensor=8), TrainConfig(global_batch_size=64))
-    assert smallest_change(run, H100, 1.3).peak > smallest_change(run, H100).peak
-    assert smallest_change(run, H100, 100, keep=("data", "context", "pipe", "tensor")) is None
+    parallel, mesh = ParallelConfig(pipe=8, tensor=8, recompute="none"), ("data", "context", "pipe", "tensor")
+    run = RunConfig(preset("gpt3-175b"), parallel, TrainConfig(global_batch_size=64))
+    for correction, recompute in ((1, "selective"), (1.3, "full")):
+        found = smallest_change(run, H100, correction, keep=mesh)
+        assert found.options == f"--recompute {recompute}"
+        assert found.peak == correction * sum(bytes_per_device(found.run).values())
+    assert smallest_change(run, H100, 100, keep=mesh) is None
 
 
 def test_mfu_stands_beside_that_of_attentions_causal_half():
