@@ -1,5 +1,6 @@
 """Every test runs on eight CPU devices that share the machine's cores. Set before jax is imported."""
 
+import gc
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -12,6 +13,9 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
     + " --xla_cpu_enable_concurrency_optimized_scheduler=false"  # see megajax/runtime/xla_flags.py
 )
+gc.set_threshold(
+    20_000, 50, 100
+)  # jax keeps what it traced: each collection of all objects takes a second of a long run
 os.environ["PJRT_NPROC"] = str(8 + os.cpu_count())  # threads, as megajax/runtime/mesh.py requests
 
 import jax  # noqa: E402

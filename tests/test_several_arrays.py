@@ -102,6 +102,7 @@ def softmax(x):
     return np.exp(x - x.max(-1, keepdims=True)) / np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)
 
 
+@pytest.mark.slow
 def gelu(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
@@ -140,6 +141,7 @@ def attended(weights, x, other, norm, causal=False):
     return total
 
 
+@pytest.mark.slow
 def test_the_encoder_decoders_loss_is_the_one_written_by_hand():
     weights, batch = jax.tree.map(np.float64, params_of("encoder-decoder")), MODELS["encoder-decoder"][1].batch(0)
     shared, total = weights["shared"], 0.0
@@ -185,6 +187,7 @@ def test_the_two_towers_loss_is_the_one_written_by_hand():
     np.testing.assert_allclose(expected_loss("two towers"), total / 32, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_sizes_of_all_arrays_are_counted():
     """What stages send each other is all of x: the model's width for the estimates is that of all its arrays."""
     config = two_towers.TwoTowersConfig()

@@ -335,6 +335,7 @@ def line_with(text: str, *words: str) -> str:
     return next(line for line in text.splitlines() if all(word in line for word in words))
 
 
+@pytest.mark.slow
 def without_rank_3(text: str, line: str, instead: str = "same") -> str:
     """The program with `line` in a branch, instead of which rank 3 runs computation `instead`."""
     name, type_, rest = re.match(r" *(?:ROOT )?(%\S+) = (\S+) (.*)", line).groups()

@@ -57,6 +57,7 @@ def words(run_dir, text) -> list[str]:
     return ["--task", "wikitext103", "--task-data", str(text), "--run-dir", str(run_dir), *sizes]
 
 
+@pytest.mark.slow
 @pytest.fixture(scope="module")
 def expected(words, tmp_path_factory) -> dict:
     """Its results on one device."""

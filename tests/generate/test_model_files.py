@@ -70,6 +70,7 @@ def words_of(tokens: list[int]) -> str:
     return "".join(f" w{token}" for token in tokens if token not in (BOS, END, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -119,6 +120,7 @@ def test_prompts_and_chats_are_continued_as_by_transformers_itself(family, tmp_p
         assert result["text"] == wanted, row
 
 
+@pytest.mark.slow
 def test_options_and_none_come_before_the_file(directory, tmp_path, capsys):
     settings = {"repetition_penalty": 1.3, "num_beams": 2, "eos_token_id": [0, 63]}
     (directory / "generation_config.json").write_text(json.dumps(settings))

@@ -30,6 +30,7 @@ def settings_of(folder: pathlib.Path, values: dict, name: str = "generation_conf
     return read_generation(folder, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name", "mesh"),
     [pytest.param(*case, id="-".join(map(str, case)), marks=() if case in QUICK else pytest.mark.slow) for case in ALL],

@@ -70,6 +70,7 @@ def by_tensor(family, model, leaves):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, layout",
     [
@@ -119,6 +120,7 @@ def test_a_checkpoint_has_what_is_trained_alone(trained):
     assert "trained   " in log and "all others are frozen" in log
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_run_resumes_on_another_layout(trained, tmp_path):
     run_dir, _, state = trained

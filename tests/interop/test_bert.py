@@ -96,6 +96,7 @@ def test_both_heads_on_layouts_are_those_of_transformers(family, layout):
     assert_as_transformers(outputs_of(training, params, inputs()), family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", pytest.param("megatron-bert", marks=pytest.mark.slow)])
 def test_an_export_of_an_import_is_equal_bit_for_bit(family, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"

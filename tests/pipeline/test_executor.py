@@ -158,6 +158,7 @@ def test_gradients_with_a_schedules_own_options():
     check("auto", 2, 3, 2, live_chunks=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chunks"), [pytest.param("gpipe", 1, marks=pytest.mark.slow), ("interleaved_1f1b", 2)]
 )
@@ -311,6 +312,7 @@ OWN_LONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches", "chunks", "own", "program"),
     [OWN] + [pytest.param(*case, marks=pytest.mark.slow) for case in OWN_LONG],

@@ -95,6 +95,7 @@ CASES = [
 QUICK = ("zb_h1", 1, "selective", "all")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c if c == QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES], ids=str)
 def test_gradients_are_those_without_a_pipeline(case):
     schedule, chunks, recompute, use = case

@@ -127,6 +127,7 @@ def test_the_program_that_is_built_is_the_one_described(number, monkeypatch):
     assert options.compute_bubbles == bool(run.parallel.rings) and not (options.compute_bubbles and options.in_place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, COUNT, 12))
 def test_the_traced_step_has_the_ticks_and_the_buffers_of_the_program(number, monkeypatch):
     """One scan for each segment of ticks; its carry has as many buffers as the memory model counts."""
@@ -159,6 +160,7 @@ def test_a_program_describes_itself():
     assert program.schedule_of(4).microbatches == 4
 
 
+@pytest.mark.slow
 def test_blocks_with_experts_run_in_a_loop():
     """Their gradients are added to sums of all layers; without a loop OLMoE's took 22 GB more on 8 A100s, and 13% longer."""
     layout = ParallelConfig(data=8, attention="cudnn")

@@ -89,6 +89,7 @@ questions = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=3, derandomize=True, deadline=None)
 @given(question=questions)
 def test_rows_are_those_of_the_exhaustive_search(question):

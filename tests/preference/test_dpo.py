@@ -52,6 +52,7 @@ def compare(records: list[dict], expected: list[dict], names: tuple[str, ...] = 
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss_type, words",
     [

@@ -42,6 +42,7 @@ def train(folder: pathlib.Path, words: str) -> list[dict]:
     return read_steps(folder / "run" / "log.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss_type, words",
     [

@@ -109,6 +109,7 @@ def test_a_step_is_dispatched_before_a_callback_of_the_last_one_is_called(monkey
     assert seen == [*((step, step + 1) for step in range(1, 10)), (10, 10)]
 
 
+@pytest.mark.slow
 def test_a_record_is_a_copy():
     def spoil(control, record):
         record.clear()

@@ -65,6 +65,7 @@ def test_of_a_step(mesh, schedule, options):
     assert loops and not pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"), [slow((2, 4, 1), {"chunks": 2}), ((2, 1, 1), {"context": 2}), slow((2, 2, 2), {})]
 )

@@ -62,6 +62,7 @@ def test_further_non_finite_parameters_are_counted(training, params):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", [0, 6, 15])
 def test_a_poisoned_sample_is_named(training, params, sample):
     batch = small.make_batch(training.run)

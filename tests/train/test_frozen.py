@@ -71,6 +71,7 @@ def test_gradients_are_those_of_a_run_that_trains_all(layout, in_place, monkeypa
         np.testing.assert_allclose(gradient, whole[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero3", pytest.param("experts", marks=pytest.mark.slow)])
 def test_a_step_leaves_frozen_parameters_and_has_state_for_the_others_alone(layout):
     training = training_of(**LAYOUTS[layout])

@@ -56,6 +56,7 @@ def test_wrong_groups_are_one_line(options, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", ["adamw", "lion", pytest.param("adafactor", marks=pytest.mark.slow), "muon", "the user's"]
 )
@@ -110,6 +111,7 @@ def test_updates_before_is_the_inverse_of_samples_after(ramp):
         assert int(updates_before(train, samples_after(train, jnp.int32(count)))) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["updates", "samples"])
 def test_a_schedule_is_used_and_logged(unit):
     train = TrainConfig(global_batch_size=small.BATCH)

@@ -144,6 +144,7 @@ def test_ticks_that_merge_with_all_tokens_on_the_same_experts(monkeypatch, case,
     assert check(config, case, params).program.merged_ticks > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "case"), cases([QUICK], [FIRST, LONG[0], LONG[2], LONG[4]]))
 def test_the_loss_without_dropout_is_the_same(config, case):
     training = build(config, case)

@@ -42,6 +42,7 @@ def merged(model, params):
     return of(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_the_model_is_that_with_merged_weights(kind):
     model = MODELS[kind]

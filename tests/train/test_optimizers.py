@@ -107,6 +107,7 @@ def plain_trees(case: Case, training: Training, steps: int):
     return [joined(tree) for tree in ([params] if decay is None else [params, average])]
 
 
+@pytest.mark.slow
 def without_biases(case: Case) -> Case:
     """The gradient of attention's key bias is zero but for rounding, of which Adam would make a step."""
     return case._replace(model={**case.model, "biases": False})
@@ -236,6 +237,7 @@ def test_each_matrix_of_muon_is_resharded_before_and_after_newton_schulz_and_no_
 SPARSE = dataclasses.replace(small.SPARSE, layers=4, dense_layers=1, dense_feedforward=12, vocabulary=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_experts_and_layers_of_several_kinds_are_updated_as_on_one_device(name):
     results = []

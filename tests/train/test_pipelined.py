@@ -71,6 +71,7 @@ def distillation(model, shared, y, microbatch):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["tensor", "pipe"])
 def test_a_loss_of_the_users_has_outputs(placement):
     """Distillation from a teacher's logits, by a schedule's table, under both placements of the vocabulary."""
@@ -142,6 +143,7 @@ def test_a_batch_that_depends_on_the_parameters_is_refused():
         jax.grad(of)(params)
 
 
+@pytest.mark.slow
 def shifted(model, shared, y, microbatch):
     """Moves the sequence, which is split over tensor."""
     return (jnp.roll(y, 1, axis=1) - y).astype(jnp.float32).sum()

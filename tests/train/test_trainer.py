@@ -40,6 +40,7 @@ def make_run(mesh=(1, 1, 1)) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once():
     """Trainers of one run have the same compiled step."""

@@ -127,6 +127,7 @@ def test_dropout_masks_are_those_of_the_models_layers():
     check(training_of((5, (1, 2, 2), "zb_v", 2, 4, {}), model=model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), *range(1, len(CASES))])
 def test_the_loss_without_dropout_is_that_of_the_unpipelined_model(number):
     training = compiled_once(number)
