@@ -8,6 +8,7 @@ search, in its order, and most layouts are never made.
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from typing import NamedTuple
@@ -107,21 +108,42 @@ def on_mesh(question: Question, mesh: tuple[int, int, int], groups: Sequence[Gro
     filtered = filters(question)
     for name, size in sizes.items():
         filtered[name] = lambda declared, layout, size=size: [one for one in declared if one == size]
-    entries = []
+    entries: list[_Entry] = []
     for base in bases(question):
         bounds = Bounds(question.gpu, question.gpus)
-        runs = (legal_run(question, base, fields) for fields in layouts(base, question.gpus, filtered))
-        entries += [((bounds.seconds(run) if groups else None) or 0.0, run) for run in runs if run is not None]
-    times: dict[Hashable, float] = {}  # of the fastest with each value
+        for run in (legal_run(question, base, fields) for fields in layouts(base, question.gpus, filtered)):
+            if run is not None:
+                seconds, memory = (bounds.seconds(run) or 0.0, bounds.scheduled_memory(run)) if groups else (0.0, 0.0)
+                entries.append(_Entry(len(entries), run, seconds, memory))
+    if not groups:
+        return sorted((fastest_placement(question, one.run) for one in entries), key=order)
+
     found: dict[int, Candidate] = {}  # by place
-    for place, (bound, run) in sorted(enumerate(entries), key=lambda entry: entry[1][0]):
-        keys = [(number, group(run.parallel)) for number, group in enumerate(groups)]
-        if groups and all(times.get(key, math.inf) < bound for key in keys):
-            continue
-        found[place] = one = fastest_placement(question, run)
-        for key in keys if one.fits else ():
-            times[key] = min(times.get(key, math.inf), one.time.total)
+    first: dict[Hashable, tuple] = {}  # of `order`, the least that was found with each value
+
+    def price(one: _Entry, bound: tuple[bool, float]) -> None:
+        keys = [(number, group(one.run.parallel)) for number, group in enumerate(groups)]
+        if any(first.get(key, bound) >= bound for key in keys):
+            found[one.place] = candidate = fastest_placement(question, one.run)
+            for key in keys:
+                first[key] = min(first.get(key, (True, math.inf)), order(candidate)[:2])
+
+    fits = lambda one: one.memory <= question.memory_limit  # noqa: E731
+    for one in sorted(filter(fits, entries), key=lambda one: one.seconds):
+        price(one, (False, one.seconds))
+    larger = itertools.filterfalse(fits, entries)  # in the order after all that fit, and by memory
+    for one in sorted(larger, key=lambda one: one.memory):
+        price(one, (True, one.memory))
     return sorted((found[place] for place in sorted(found)), key=order)
+
+
+class _Entry(NamedTuple):
+    """A layout that may be priced: its place among all, and bounds of its seconds and bytes."""
+
+    place: int
+    run: RunConfig
+    seconds: float
+    memory: float
 
 
 class _BestFirst:

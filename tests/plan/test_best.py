@@ -215,14 +215,17 @@ def test_a_step_is_shortest_where_its_operations_take_equally_long(name, stages,
     assert step(*[sum(operations) / 3] * 3) <= step(*operations) * (1 + 1e-9)
 
 
-def test_reasons_are_those_of_all_layouts_of_a_mesh():
-    """Of which those are not priced that are slower than others with the same schedule, recomputation and so on."""
+@pytest.mark.parametrize(("gigabytes", "fit"), [(80, 216), (6, 20)])
+def test_reasons_are_those_of_all_layouts_of_a_mesh(gigabytes, fit):
+    """Of which those are not priced that are slower, or larger, than others with the same schedule and so on."""
     question = dataclasses.replace(QUESTION, model=SPARSE, global_batch=32, microbatches=(1, 2), zero=(1,))
     question = dataclasses.replace(question, context=(1,), schedules=("1f1b", "interleaved_1f1b", "zb_h1"))
+    question = dataclasses.replace(question, gpu=dataclasses.replace(question.gpu, memory=int(gigabytes * 1e9)))
     mesh = 1, 2, 4
     every, fewer = on_mesh(question, mesh), on_mesh(question, mesh, COMPARED)
+    assert sum(one.fits for one in every) == fit
     assert reasons(fewer) == reasons(every)
-    assert len(fewer) < len(every) / 2
+    assert len(fewer) < len(every) / 3
 
 
 def test_few_layouts_are_priced():
