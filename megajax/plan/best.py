@@ -101,8 +101,8 @@ def on_mesh(question: Question, mesh: tuple[int, int, int], groups: Sequence[Gro
     """The legal layouts with these sizes (tensor, pipe, data), in the order of `search.search`.
 
     Args:
-      groups: functions of a layout. Given any, layouts are left out that are slower than the fastest with the same value of
-        each of them.
+      groups: functions of a layout. Given any, layouts are left out that come after the first with the same value of each
+        of them: are slower, or larger if none fits.
     """
     sizes = dict(zip(("tensor", "pipe", "data"), mesh, strict=True))
     filtered = filters(question)
