@@ -102,11 +102,11 @@ def softmax(x):
     return np.exp(x - x.max(-1, keepdims=True)) / np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)
 
 
-@pytest.mark.slow
 def gelu(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+@pytest.mark.slow
 def test_the_diffusion_transformers_loss_is_the_one_written_by_hand():
     weights, batch = jax.tree.map(np.float64, params_of("dit")), MODELS["dit"][1].batch(0)
     shared, total = weights["shared"], 0.0
@@ -141,7 +141,6 @@ def attended(weights, x, other, norm, causal=False):
     return total
 
 
-@pytest.mark.slow
 def test_the_encoder_decoders_loss_is_the_one_written_by_hand():
     weights, batch = jax.tree.map(np.float64, params_of("encoder-decoder")), MODELS["encoder-decoder"][1].batch(0)
     shared, total = weights["shared"], 0.0
@@ -165,6 +164,7 @@ def test_the_encoder_decoders_loss_is_the_one_written_by_hand():
     np.testing.assert_allclose(expected_loss("encoder-decoder"), total / 32, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_two_towers_loss_is_the_one_written_by_hand():
     weights, batch = jax.tree.map(np.float64, params_of("two towers")), MODELS["two towers"][1].batch(0)
     shared, total = weights["shared"], 0.0
@@ -187,7 +187,6 @@ def test_the_two_towers_loss_is_the_one_written_by_hand():
     np.testing.assert_allclose(expected_loss("two towers"), total / 32, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_sizes_of_all_arrays_are_counted():
     """What stages send each other is all of x: the model's width for the estimates is that of all its arrays."""
     config = two_towers.TwoTowersConfig()
@@ -198,6 +197,7 @@ def test_sizes_of_all_arrays_are_counted():
     assert flops_per_step(run) > 0 and sum(bytes_per_device(run).values()) > 0
 
 
+@pytest.mark.slow
 def test_costs_of_an_encoder_and_a_decoder_are_those_of_their_layers():
     """Of each kind by hand, h = 32: four matmuls h x h of an attention, two of h x 4h, and a norm of two vectors."""
     config = MODELS["encoder-decoder"][0]

@@ -335,7 +335,6 @@ def line_with(text: str, *words: str) -> str:
     return next(line for line in text.splitlines() if all(word in line for word in words))
 
 
-@pytest.mark.slow
 def without_rank_3(text: str, line: str, instead: str = "same") -> str:
     """The program with `line` in a branch, instead of which rank 3 runs computation `instead`."""
     name, type_, rest = re.match(r" *(?:ROOT )?(%\S+) = (\S+) (.*)", line).groups()
@@ -349,6 +348,7 @@ def without_rank_3(text: str, line: str, instead: str = "same") -> str:
     return text.replace(line, branch).replace("ENTRY ", f"{moved}{'' if '%same ()' in text else same}ENTRY ", 1)
 
 
+@pytest.mark.slow
 def test_a_compiled_step():
     """As many collectives as the trip counts of its schedule give, on each rank."""
     text = step_text()

@@ -57,7 +57,6 @@ def words(run_dir, text) -> list[str]:
     return ["--task", "wikitext103", "--task-data", str(text), "--run-dir", str(run_dir), *sizes]
 
 
-@pytest.mark.slow
 @pytest.fixture(scope="module")
 def expected(words, tmp_path_factory) -> dict:
     """Its results on one device."""
@@ -66,6 +65,7 @@ def expected(words, tmp_path_factory) -> dict:
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_results_are_printed_or_written_with_all_settings(words, expected, text, run_dir, capsys, tmp_path):
     assert expected["counts"] == {"words": 23, "tokens": 102, "windows": 8}
     assert 200 < expected["perplexity"] < 320 and expected["adjusted_perplexity"] > 1e10

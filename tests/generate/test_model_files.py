@@ -120,7 +120,6 @@ def test_prompts_and_chats_are_continued_as_by_transformers_itself(family, tmp_p
         assert result["text"] == wanted, row
 
 
-@pytest.mark.slow
 def test_options_and_none_come_before_the_file(directory, tmp_path, capsys):
     settings = {"repetition_penalty": 1.3, "num_beams": 2, "eos_token_id": [0, 63]}
     (directory / "generation_config.json").write_text(json.dumps(settings))
@@ -132,6 +131,7 @@ def test_options_and_none_come_before_the_file(directory, tmp_path, capsys):
     assert capsys.readouterr().out.rstrip("\n") == PROMPT + words_of(wanted("nothing"))
 
 
+@pytest.mark.slow
 def test_chats(directory, tmp_path, capsys, monkeypatch):
     """Messages of a file, prompts that become turns, and a conversation, whose answers are turns too."""
     chat = [{"role": "system", "content": "w32"}, {"role": "user", "content": "w17 w19"}]

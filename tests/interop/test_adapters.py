@@ -121,7 +121,6 @@ def test_a_checkpoint_has_what_is_trained_alone(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_run_resumes_on_another_layout(trained, tmp_path):
     run_dir, _, state = trained
     run = run_of(adapted("llama"), "llama", steps=2, ema=0.5, data=2, zero=1)
@@ -135,6 +134,7 @@ def test_a_run_resumes_on_another_layout(trained, tmp_path):
             np.testing.assert_allclose(first[name], second[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_merged_and_peft_exports(trained, tmp_path):
     run_dir, trainer, state = trained
     plain = dataclasses.replace(model_of("llama"))

@@ -160,7 +160,6 @@ def test_a_program_describes_itself():
     assert program.schedule_of(4).microbatches == 4
 
 
-@pytest.mark.slow
 def test_blocks_with_experts_run_in_a_loop():
     """Their gradients are added to sums of all layers; without a loop OLMoE's took 22 GB more on 8 A100s, and 13% longer."""
     layout = ParallelConfig(data=8, attention="cudnn")
@@ -171,6 +170,7 @@ def test_blocks_with_experts_run_in_a_loop():
     assert unrolls("llama3.2-1b") and not unrolls("olmoe-1b-7b")
 
 
+@pytest.mark.slow
 def test_one_stage_of_experts_over_replicas_merges_ticks_and_does_not_unroll(monkeypatch):
     """A merged tick is a loop over blocks with a stash; both at once did not trace."""
     parallel = ParallelConfig(data=2, expert=2, recompute="none", attention="xla")

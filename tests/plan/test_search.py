@@ -47,7 +47,6 @@ def test_without_a_pipeline_more_replicas_are_faster_than_more_tensor():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_cluster_of_3072_takes_under_fifteen_seconds():
     """All that the command searches by default, with the layouts that the explanation compares."""
     start = time.process_time()  # independent of other processes
@@ -57,6 +56,7 @@ def test_a_cluster_of_3072_takes_under_fifteen_seconds():
     assert found.candidates[0].fits and 10 <= len(found.candidates) < 200
 
 
+@pytest.mark.slow
 def test_every_layout_is_legal_once_and_sorted():
     found = searched(MODEL_13B)
     seen = [one.run.parallel for one in found]

@@ -109,7 +109,6 @@ def test_a_step_is_dispatched_before_a_callback_of_the_last_one_is_called(monkey
     assert seen == [*((step, step + 1) for step in range(1, 10)), (10, 10)]
 
 
-@pytest.mark.slow
 def test_a_record_is_a_copy():
     def spoil(control, record):
         record.clear()
@@ -119,6 +118,7 @@ def test_a_record_is_a_copy():
     assert all("loss" in record for record in sink.records)
 
 
+@pytest.mark.slow
 def test_a_run_calls_in_this_order_and_resumes(tmp_path):
     watcher = Watcher()
     result = trainer([watcher], tmp_path, save_every=4).fit()

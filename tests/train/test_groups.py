@@ -56,7 +56,6 @@ def test_wrong_groups_are_one_line(options, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", ["adamw", "lion", pytest.param("adafactor", marks=pytest.mark.slow), "muon", "the user's"]
 )
@@ -87,6 +86,7 @@ def test_updates_are_multiplied_and_not_decayed(optimizer):
     small.assert_gradients_close(got["shared"], jax.tree.map(np.asarray, usual["shared"]), 1e-6)
 
 
+@pytest.mark.slow
 def test_the_average_is_optaxs_and_is_left_by_skipped_steps():
     training = training_of((2, 1, 1), ema_decay=0.9, nonfinite="skip")
     state = training.init_state()

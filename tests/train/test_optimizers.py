@@ -107,12 +107,12 @@ def plain_trees(case: Case, training: Training, steps: int):
     return [joined(tree) for tree in ([params] if decay is None else [params, average])]
 
 
-@pytest.mark.slow
 def without_biases(case: Case) -> Case:
     """The gradient of attention's key bias is zero but for rounding, of which Adam would make a step."""
     return case._replace(model={**case.model, "biases": False})
 
 
+@pytest.mark.slow
 def test_training_is_that_of_the_unpipelined_model_with_plain_optax():
     training = training_of(without_biases(CASES["momentum"]), "zero1")
     got = trees_of(training, trained(training, started_state(training), range(STEPS)))

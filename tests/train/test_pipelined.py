@@ -71,7 +71,6 @@ def distillation(model, shared, y, microbatch):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["tensor", "pipe"])
 def test_a_loss_of_the_users_has_outputs(placement):
     """Distillation from a teacher's logits, by a schedule's table, under both placements of the vocabulary."""
@@ -101,6 +100,7 @@ def test_a_loss_of_the_users_has_outputs(placement):
     equal(same, parts, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_the_outputs_of_a_forward_are_those_of_the_model():
     """On a mesh without some axes, with layers in the order of zb_v."""
     collect = lambda model, shared, y, microbatch: model.token_scores(shared, y, microbatch)  # noqa: E731
@@ -143,12 +143,12 @@ def test_a_batch_that_depends_on_the_parameters_is_refused():
         jax.grad(of)(params)
 
 
-@pytest.mark.slow
 def shifted(model, shared, y, microbatch):
     """Moves the sequence, which is split over tensor."""
     return (jnp.roll(y, 1, axis=1) - y).astype(jnp.float32).sum()
 
 
+@pytest.mark.slow
 def test_a_loss_that_would_hang_is_refused():
     loss = pipelined_loss(small.MODEL, "1f1b", mesh(), microbatches=4, loss=shifted)
     with pytest.raises(ConfigError, match="would hang"):

@@ -40,7 +40,6 @@ def make_run(mesh=(1, 1, 1)) -> RunConfig:
     )
 
 
-@pytest.mark.slow
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once():
     """Trainers of one run have the same compiled step."""
@@ -56,6 +55,7 @@ def compiled_once():
         yield made
 
 
+@pytest.mark.slow
 def test_a_run_of_the_users_batches_stops_resumes_and_ends_as_one_run(tmp_path, capsys):
     run = make_run()
     batches = Batches(run)
