@@ -141,6 +141,8 @@ class Counter:
         if line.op in ("fusion", "fusion-start"):
             return self._fused_traffic(self.computations[called[0]])
         ends = [size(types[name]) for name in line.operands]
+        if "gpu.triton" in line.attributes:
+            ends = self._parts_of_stacks(line.type, [types[name] for name in line.operands])
         out = size(re.sub(r"s8\[\d+\]", "", line.type))  # without a library's workspace
         if line.op in ("dynamic-slice", "slice", "gather"):
             return 2 * out
@@ -149,6 +151,16 @@ class Counter:
         if line.op == "copy-start":
             return 2 * sum(ends)
         return out + (min(sum(ends), out) if line.op in ("iota", "broadcast") else sum(ends))
+
+    @staticmethod
+    def _parts_of_stacks(result: str, operands: list[str]) -> list[float]:
+        """Bytes that a kernel of our own reads: of a stack of arrays like another of its arrays, one at a given place."""
+        sizes = set(re.findall(r"\[([\d,]*)\]", " ".join([result, *operands])))
+        stacks = [re.search(r"\[(\d+),([\d,]+)\]", one) for one in operands]
+        return [
+            size(one) / int(found[1]) if found and found[2] in sizes else size(one)
+            for one, found in zip(operands, stacks, strict=True)
+        ]
 
     def _fused_traffic(self, lines: list[Line]) -> float:
         by_name, views = {line.name: line for line in lines}, ("bitcast", "reshape")
