@@ -47,6 +47,7 @@ class BlockSteps:
       cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
         runs, and its gradient is reduce-scattered at once. None: no weight is.
       in_place, unrolled: as for `stage.Stack`.
+      timed: see `ExecutorOptions`.
       trained: mask of the weights that have gradients (`trained.py`). None: all.
       per_chunk: slots for blocks in a chunk.
     """
@@ -60,11 +61,12 @@ class BlockSteps:
         cut: Tree | None,
         in_place: bool,
         unrolled: bool,
+        timed: bool = True,
         trained: Tree | None = None,
     ):
         """Arguments: see above."""
         self.block, self.weights, self.blocks, self.per_chunk = block, weights, blocks, blocks.slots
-        self.in_place, self.unrolled, self.trained = in_place, unrolled, trained
+        self.in_place, self.unrolled, self.timed, self.trained = in_place, unrolled, timed, trained
         self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
         self.trained_cut = only_trained(self.cut, trained)
 
@@ -287,7 +289,7 @@ class BlockSteps:
             if early:
                 y, buffer = stash_as_computed(flat, leaves, own, slot, stacks, residual)
             else:
-                y, buffer = stash_at_end(flat, leaves, own, slot, stacks)
+                y, buffer = stash_at_end(flat, leaves, own, slot, stacks, waits=self.timed)
             buffer = stash.replaced(buffer) if apart else buffer
         else:
             y, saved = reading_in_place(run, arguments, stacks) if stacks else run(*arguments)

@@ -123,20 +123,26 @@ def stash_as_computed(
 
 
 def stash_at_end(
-    function: Callable, arguments: Sequence[jax.Array], stash: StashRef, block, stacks: Sequence = ()
+    function: Callable,
+    arguments: Sequence[jax.Array],
+    stash: StashRef,
+    block,
+    stacks: Sequence = (),
+    *,
+    waits: bool = True,
 ) -> tuple[Tree, Tree]:
     """As `stash_as_computed`, but everything is written after the last value that is saved.
 
     In a loop over blocks a block's result has the memory of its input, if nothing reads that afterwards. A write of the
-    input, or of a sum with it, may come after the result, and XLA then copies the input. So a result that is the sum of a
-    saved value and another waits for the writes, and reads the saved one in the stash.
+    input, or of a sum with it, may come after the result, and XLA then copies the input. So with `waits` a result that is
+    the sum of a saved value and another waits for these writes, and reads the saved one in the stash.
 
     A kernel that can write its result there does (`megajax.ops.in_place`), when it is computed.
     """
     jaxpr, makers, values, of_result = _traced(function, arguments)
     buffers, structure = jax.tree.flatten(stash.buffer)
     results, saved = jaxpr.outvars[: of_result.num_leaves], jaxpr.outvars[of_result.num_leaves :]
-    total, place = _sum_with_saved(makers, results, saved)
+    total, place = _sum_with_saved(makers, results, saved) if waits else (None, None)
     parts, last = Parts(jaxpr.invars, arguments, stacks), []
     at = [stash.place(number, whole, block) for number, whole in enumerate(buffers)]
     numbers, by_kernel = {_root(makers, var): number for number, var in enumerate(saved)}, set()
@@ -152,7 +158,9 @@ def stash_at_end(
         for number, var in enumerate(saved)
     ]
     if total is not None:
-        written = lax.optimization_barrier(written)
+        first = [number for number, var in enumerate(saved) if number == place or _root(makers, var) in jaxpr.invars]
+        done = lax.optimization_barrier([written[number] for number in first])
+        written = [dict(zip(first, done, strict=True)).get(number, one) for number, one in enumerate(written)]
         values[total.invars[0]] = stash.read_array(written[place], at[place])
     for eqn in last:
         parts.bind(eqn, values)

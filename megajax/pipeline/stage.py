@@ -69,7 +69,8 @@ class Stack(ChunkParts):
         where, trained = options.stage_kinds, options.trained and options.trained["blocks"]
         super().__init__(per_chunk, where)
         self.weights, self.in_place, self.unrolled = weights, options.in_place, options.unrolled
-        make = functools.partial(BlockSteps, block, in_place=options.in_place, unrolled=options.unrolled)
+        how = {name: getattr(options, name) for name in ("in_place", "unrolled", "timed")}
+        make = functools.partial(BlockSteps, block, **how)
         if where is None:
             own = StageBlocks(per_chunk, options.block_counts)
             self.kinds = {ONE: make(weights, own, cut=cut, trained=trained)}
@@ -203,7 +204,7 @@ class Stack(ChunkParts):
             write = self.kinds[ONE].forward_step(ahead, early=bool(slots), residual=residual)
             # With one stage: with several there are few blocks, and a gradient in two shardings is more memory. With ZeRO-3
             # XLA copies what it then saves.
-            early = bool(slots) and not self.kinds[ONE].gathers_weights
+            early = bool(slots) and self.kinds[ONE].timed and not self.kinds[ONE].gathers_weights
             read = self.kinds[ONE].backward_step(state[1], back, ahead=early)
             first, last = starts[0] * self.per_chunk, (starts[1] + 1) * self.per_chunk - 1
             if early:  # an iteration begins with dy: gathered in the one before, beside the weights' gradients

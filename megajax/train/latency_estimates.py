@@ -18,11 +18,22 @@ from megajax.models.interface import PipelineModel
 from megajax.pipeline.program import StepProgram
 from megajax.runtime.compat import PROFILE_OPTION, compile_with_profile, updates_in_place
 
-__all__ = ["ProfiledJit", "latency_options", "with_latencies"]
+__all__ = ["ProfiledJit", "knows_matmuls", "latency_options", "with_latencies"]
 
 
 # XLA warns of each instruction that a profile does not have.
 NO_WARNINGS = {"xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF"}
+
+
+def knows_matmuls(program: StepProgram, device: jax.Device, model: PipelineModel) -> bool:
+    """Whether XLA knows how long the step's matmuls take: it is told, or they are mostly experts', in kernels of their own.
+
+    Arguments as for `latency_options`.
+    """
+    if not updates_in_place(device):
+        return False
+    costs = model.costs()
+    return costs.experts is not None or has_latencies(program.run, gpu_of(device), costs)
 
 
 def latency_options(program: StepProgram, device: jax.Device, model: PipelineModel) -> dict[str, bytes | str]:

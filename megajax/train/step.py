@@ -39,7 +39,7 @@ from megajax.sharding.rules import AxisRules
 from megajax.sharding.whole_layers import on_whole_layers
 from megajax.train.continuous import Continuous
 from megajax.train.deadlocks import with_check
-from megajax.train.latency_estimates import latency_options, with_latencies
+from megajax.train.latency_estimates import knows_matmuls, latency_options, with_latencies
 from megajax.train.lr_schedule import Schedule, learning_rate
 from megajax.train.optimizer import MakeOptimizer, make_optimizer, samples_trained
 from megajax.train.precision import cast_frozen, compute_dtype, make_loss_scale, shared_apart, to_compute, uncast
@@ -103,6 +103,7 @@ class Training:
             has_aux=self.model.has_outputs,
             in_place=program.in_place,
             merged=program.merges,
+            timed=knows_matmuls(program, mesh.devices.flat[0], self.model),
             unrolled=program.unrolls,
             compute_bubbles=program.computes_bubbles,
             block_counts=None if self.where.kinds else self.where.unequal_counts,
