@@ -10,7 +10,8 @@ beside a few kernels that move memory, one collective after the other:
     full recomputation    the second forward's collectives are in the order of its matmuls, and few overlap
 
 This is where XLA is told the times of matmuls in place (`has_latencies`). By its own estimates another scatter, with a
-gather behind it, overlaps no matmul. Why the compiler's scheduler orders them so is its own; the lists are those of Llama 2
+gather behind it, overlaps no matmul. By times of all instructions (`has_all_latencies`) two pairs of a gated MLP's overlap
+a matmul that is too short for them. Why the compiler's scheduler orders them so is its own; the lists are those of Llama 2
 7B and 3 8B, GPT-3 6.7B, 13B and 175B. Without a pipeline: `exposed_of_one_stage`.
 """
 
@@ -44,6 +45,20 @@ def has_latencies(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bool:
     )
 
 
+def has_all_latencies(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bool:
+    """Whether a step is compiled twice, the second time with the times of all instructions of the first program.
+
+    With `latency_estimates` roofline, and by default where a tensor group spans hosts. Collectives take nearly as long as
+    matmuls there, and by its own times XLA's scheduler orders the same block well in one program and badly in another: of
+    Llama 3.1 405B's on 8,192 H100s 2.0 ms of collectives are exposed with 8 stages, and 4.1 ms with 16; by these times 2.1
+    ms with either (`python -m benchmarks.compiled questions --question 405b --best 3`). `costs` are the model's.
+    """
+    parallel = run.parallel
+    spans_hosts = parallel.tensor > 1 and not in_a_host(parallel, gpu, parallel.tensor, "tensor")
+    by_default = spans_hosts and parallel.zero < 3 and not parallel.rings and costs.experts is None
+    return parallel.latency_estimates == "roofline" or parallel.latency_estimates == "model" and by_default
+
+
 class ExposedPart(NamedTuple):
     """Collectives, one after the other, and the kernels that run beside them.
 
@@ -66,14 +81,20 @@ class ExposedPart(NamedTuple):
 QKV, OUTPUT, UP, DOWN = 0, 1, -2, -1  # places of weights
 
 
-def exposed_parts(gated: bool, full: bool, latencies: bool) -> tuple[ExposedPart, ...]:
-    """The parts of a block with attention and an MLP, gated or not, with full recomputation or not; see `has_latencies`."""
+def exposed_parts(gated: bool, full: bool, latencies: bool, over_hosts: bool = False) -> tuple[ExposedPart, ...]:
+    """The parts of a block with attention and an MLP, gated or not, with full recomputation or not.
+
+    `latencies`: see `has_latencies`; `over_hosts`: a tensor group spans hosts, see `has_all_latencies`.
+    """
     if full:
         return ExposedPart(1, 2, 0, 2), ExposedPart(5 if gated else 4, 12, 0, 7)
     if not gated:
         first = ExposedPart(1, 2, 3, 4)
         return (first,) if latencies else (first, ExposedPart(2, 19, 0, 11))
     first, scatter, gather = ExposedPart(1, 0, 1.5, 1), ExposedPart(1, 2, 0, 1), ExposedPart(1, 7, 0, 3)
+    if over_hosts:
+        shorter = ((QKV, "outputs"),), ((DOWN, "weights"),)
+        return first, *(ExposedPart(count, 2, 0, 2, products=one) for count, one in enumerate(shorter, 1))
     if latencies:
         return first, scatter, gather, ExposedPart(2, 7, 0, 3, products=((DOWN, "outputs"),))
     return first, scatter, gather, ExposedPart(1, 3, 0, 1), gather

@@ -20,7 +20,7 @@ from megajax.estimate.attention_kernels import CONTEXT_MERGED, AttentionKernels
 from megajax.estimate.expert_dispatch import TENSOR_HIDDEN
 from megajax.estimate.expert_kernels import SLICE, ExpertKernels
 from megajax.estimate.kept import is_gated, kept_by_matmuls, kept_for_weights, kept_of_block
-from megajax.estimate.merged_ticks import exposed_of_one_stage, exposed_parts, has_latencies
+from megajax.estimate.merged_ticks import exposed_of_one_stage, exposed_parts, has_all_latencies, has_latencies
 from megajax.estimate.parameters import block_arrays
 from megajax.estimate.program_kernels import Product, Work
 from megajax.estimate.rates import in_a_host
@@ -80,6 +80,12 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
     def latencies(self) -> bool:
         """Whether XLA is told the times of matmuls in place."""
         return has_latencies(self.run, self.gpu, self.model)
+
+    @functools.cached_property
+    def over_hosts(self) -> bool:
+        """Whether a tensor group spans hosts, and XLA is told the times of all instructions for it."""
+        here = in_a_host(self.parallel, self.gpu, self.parallel.tensor, "tensor")
+        return not here and has_all_latencies(self.run, self.gpu, self.model)
 
     def _matmuls(self, products: Iterable[Product], of: str = "outputs") -> Work:
         """Products of a block that compute these: "outputs", or gradients of "inputs" or "weights", added to fp32 sums."""
@@ -344,7 +350,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         sends = self.sends
         all_of_them, _, experts = self.over_tensor(sends.forward + sends.gradients + sends.again + sends.sums)
         exposed = self._merged_exposed(kernels, all_of_them) + (1 - TENSOR_HIDDEN) * experts
-        context = CONTEXT_MERGED * (self.around(0) + self.around(1))
+        context = (1 if self.over_hosts else CONTEXT_MERGED) * (self.around(0) + self.around(1))
         expert = self.exposed_dispatch("merged", kernels)
         return kernels + Work(traffic=self._stash, tensor=exposed, context=context, expert=expert, data=data)
 
@@ -363,7 +369,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             several = collectives_in_flight(self.parallel) > 1
             parts = exposed_of_one_stage(gated, full, self.latencies, several, short)
         else:
-            parts = exposed_parts(gated, full, self.latencies)
+            parts = exposed_parts(gated, full, self.latencies, self.over_hosts)
         for part in parts:
             beside = self.traffic(part.residuals * self.residual + part.widest * widest, part.kernels).total
             beside += sum(self._matmuls([self._products[place]], of).total for place, of in part.products)
@@ -372,6 +378,6 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             exposed = max(exposed, UNTOLD * one)
         beside = kernels.matmul + kernels.attention
         here = in_a_host(self.parallel, self.gpu, self.parallel.tensor, "tensor")
-        listed = here and gated  # with every collective that is exposed where they take less time
+        listed = (here or self.over_hosts) and gated  # with every collective that is exposed where they take less time
         crowded = 0.0 if listed else min(all_of_them, max(0.0, 2 * all_of_them - beside))
         return max(self._pairs / 2 * exposed, all_of_them - beside) + CROWDED * crowded

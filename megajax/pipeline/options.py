@@ -33,9 +33,9 @@ class ExecutorOptions:
         (`Stack.forward_and_backward`); backwards run one tick later than in the schedule. With one stage the stash then has
         an array for each of two slots, and matmuls write into it (`Tables.slots_apart`). Needs `in_place`, and has no
         effect on schedules of mixed ticks, where that loop runs the operations that overlap (`schedule.OVERLAP_PARTS`).
-      timed: XLA's scheduler knows how long matmuls in place take (`train.latency_estimates`). In merged ticks a block's result
-        then waits for writes to the stash (`early_stash`), and one stage gathers a gradient an iteration ahead: both spare
-        memory traffic. A scheduler that takes matmuls to be short puts the whole forward behind the backward for it.
+      timed: XLA's scheduler knows how long matmuls in place take (`train.latency_estimates`). In merged ticks a block's
+        result then waits for writes to the stash (`early_stash`), and one stage gathers a gradient an iteration ahead; both
+        spare memory traffic. A scheduler that takes matmuls to be short would put the whole forward behind the backward.
       unrolled: a tick's blocks are traced one after the other, without a loop, and what a forward saves is not copied to a
         stash. For schedules of which `stashes_nothing` holds; needs `in_place`.
       compute_bubbles: in paired ticks, ranks without work run their blocks too and discard the results. Required where

@@ -13,7 +13,7 @@ import jax
 
 from megajax.estimate.gpus import gpu_of
 from megajax.estimate.latency_profile import profile_of_program, profile_of_run
-from megajax.estimate.merged_ticks import has_latencies
+from megajax.estimate.merged_ticks import has_all_latencies, has_latencies
 from megajax.models.interface import PipelineModel
 from megajax.pipeline.program import StepProgram
 from megajax.runtime.compat import PROFILE_OPTION, compile_with_profile, updates_in_place
@@ -51,9 +51,9 @@ def latency_options(program: StepProgram, device: jax.Device, model: PipelineMod
     return {PROFILE_OPTION: profile, **NO_WARNINGS} if profile else {}
 
 
-def with_latencies(function: Any, program: StepProgram, device: jax.Device) -> Any:
-    """The program's jitted step, compiled twice if `latency_estimates` says so; `device` is one of the run's."""
-    if program.run.parallel.latency_estimates != "roofline" or device.platform != "gpu":
+def with_latencies(function: Any, program: StepProgram, device: jax.Device, model: PipelineModel) -> Any:
+    """The program's jitted step, compiled twice if `has_all_latencies`; other arguments as for `latency_options`."""
+    if device.platform != "gpu" or not has_all_latencies(program.run, gpu_of(device), model.costs()):
         return function
     return ProfiledJit(function, functools.partial(profile_of_program, program.run, gpu_of(device)))
 

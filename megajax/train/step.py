@@ -209,7 +209,7 @@ class Training:
             donate_argnums=0,
             compiler_options=step_options(self.run.parallel, device) | latency_options(program, device, self.model),
         )
-        return self.checked(with_latencies(step, program, device))
+        return self.checked(with_latencies(step, program, device, self.model))
 
     def checked(self, function: Any, static: tuple[int, ...] = ()) -> Any:
         """The jitted function; before the first run of a program, it is checked for collectives that would hang."""

@@ -51,6 +51,20 @@ def test_where_matmuls_are_shorter_three_collectives_are_behind_three_of_them():
     assert of.merged.tensor == pytest.approx(of._collective * (1 + 1 / 32) - output + last)
 
 
+def test_over_hosts_collectives_of_a_gated_mlp_have_short_kernels_beside_them():
+    """The first beside the activation, the second behind the queries' matmul, two behind the last gradient of a weight."""
+    layout = ParallelConfig(tensor=16, pipe=2, schedule="eager_1f1b", attention="cudnn")
+    of = Blocks(RunConfig(preset("llama3.1-405b"), layout, TrainConfig(global_batch_size=64)), H100)
+    one, gap, memory = of._collective, of.rates.gap, of.rates.memory
+    widest = 8192 * 16384 * 2  # the results of attention and MLP; gate and value are 2 * 53248 / 16 wide
+    qkv, down = of._matmuls([of._products[0]]).total, of._matmuls([of._products[-1]], "weights").total
+    sums = 2 * gap + 2 * of.residual / memory
+    beside = 1.5 * widest / memory + gap, qkv + sums, down + sums
+    parts = [max(0.0, count * one - time) for count, time in zip((1, 1, 2), beside, strict=True)]
+    assert sum(parts) < 2.5 * one
+    assert of.merged.tensor == pytest.approx(sum(parts))
+
+
 def test_others_have_their_lists_without_the_first_gather():
     for gated, full, latencies in ((False, False, True), (True, True, True), (True, False, False)):
         listed = exposed_parts(gated, full, latencies)

@@ -233,6 +233,12 @@ def test_gradients_with_merged_ticks(name, stages, microbatches, chunks, data):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks", "data"), MERGED)
+def test_gradients_with_merged_ticks_where_xla_has_no_times_of_matmuls(name, stages, microbatches, chunks, data):
+    check(name, stages, microbatches, chunks, data, program={"in_place": True, "merged": True, "timed": False})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "eager_1f1b"])
 def test_gradients_without_loops_and_stash(name):
     """The program for one GPU: each backward runs in the tick of its forward."""

@@ -34,7 +34,7 @@ def test_each_set_of_shapes_is_compiled_twice_and_computes_the_same():
 def test_cpu_devices_are_compiled_for_once():
     run = small.make_run(latency_estimates="roofline")
     step = jax.jit(lambda x: x)
-    assert latency_estimates.with_latencies(step, StepProgram.of(run), jax.devices("cpu")[0]) is step
+    assert latency_estimates.with_latencies(step, StepProgram.of(run), jax.devices("cpu")[0], GPT(run.model)) is step
 
 
 @pytest.mark.parametrize("estimates", ["model", "roofline"])  # of roofline the first compilation
@@ -48,6 +48,31 @@ def test_blocks_with_collectives_have_a_profile_where_matmuls_work_in_place(esti
             latency_estimates.latency_options(StepProgram.of(small.make_run((1, 2, 1))), device, GPT(run.model)) == {}
         )
     assert latency_estimates.latency_options(StepProgram.of(run), jax.devices("cpu")[0], GPT(run.model)) == {}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model", "tensor", "estimates", "known", "twice"),
+    [
+        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "model", True, False),
+        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "roofline", True, True),
+        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "xla", False, False),
+        ("NVIDIA H100 80GB HBM3", "gpt3-175b", 16, "model", False, True),  # two hosts
+        ("NVIDIA H100 80GB HBM3", "gpt3-175b", 16, "xla", False, False),
+        ("NVIDIA A100-SXM4-80GB", "gpt3-13b", 8, "model", False, False),
+        ("NVIDIA A100-SXM4-80GB", "gpt3-175b", 16, "model", False, True),
+        ("NVIDIA H100 80GB HBM3", "mixtral-8x7b", 2, "model", True, False),
+        ("cpu", "gpt3-13b", 8, "roofline", False, False),
+    ],
+)
+def test_which_steps_have_which_times(gpu, model, tensor, estimates, known, twice, monkeypatch):
+    """XLA knows the times of matmuls, with which merged ticks wait for the stash; and the step is compiled twice."""
+    monkeypatch.setattr(compat, "jaxlib_version", lambda: (0, 12, 0, 1))
+    device = types.SimpleNamespace(platform="cpu" if gpu == "cpu" else "gpu", device_kind=gpu)
+    layout = ParallelConfig(tensor=tensor, pipe=2, schedule="eager_1f1b", latency_estimates=estimates)
+    run = RunConfig(preset(model), layout, TrainConfig(global_batch_size=16))
+    arguments, step = (StepProgram.of(run), device, GPT(run.model)), jax.jit(lambda x: x)
+    assert latency_estimates.knows_matmuls(*arguments) == known
+    assert (latency_estimates.with_latencies(step, *arguments) is not step) == twice
 
 
 @pytest.mark.slow
