@@ -109,8 +109,9 @@ class ParallelConfig:
     )
     latency_estimates: str = setting(
         "model",
-        "on GPUs, the times by which XLA decides what overlaps a collective; model: its own, and estimates of what it is "
-        "wrong about; xla: its own; roofline: all are estimated from the compiled step, which is then compiled once more",
+        "on GPUs, the times by which XLA decides what overlaps a collective; roofline: all are estimated from the compiled "
+        "step, which is then compiled once more; xla: its own; model: as roofline where a tensor group spans hosts, else its "
+        "own, and estimates of what it is wrong about",
         ("model", "xla", "roofline"),
     )
     axis_order: tuple[str, ...] = setting(
