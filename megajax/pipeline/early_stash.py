@@ -135,7 +135,7 @@ def stash_at_end(
 
     In a loop over blocks a block's result has the memory of its input, if nothing reads that afterwards. A write of the
     input, or of a sum with it, may come after the result, and XLA then copies the input. So with `waits` a result that is
-    the sum of a saved value and another waits for these writes, and reads the saved one in the stash.
+    the sum of a saved value and another waits for the writes, and reads the saved one in the stash.
 
     A kernel that can write its result there does (`megajax.ops.in_place`), when it is computed.
     """
@@ -158,9 +158,7 @@ def stash_at_end(
         for number, var in enumerate(saved)
     ]
     if total is not None:
-        first = [number for number, var in enumerate(saved) if number == place or _root(makers, var) in jaxpr.invars]
-        done = lax.optimization_barrier([written[number] for number in first])
-        written = [dict(zip(first, done, strict=True)).get(number, one) for number, one in enumerate(written)]
+        written = lax.optimization_barrier(written)
         values[total.invars[0]] = stash.read_array(written[place], at[place])
     for eqn in last:
         parts.bind(eqn, values)
