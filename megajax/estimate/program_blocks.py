@@ -357,7 +357,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
     def _merged_exposed(self, kernels: Work, all_of_them: float) -> float:
         """Seconds of a merged block's collectives that nothing overlaps, of two pairs of matmuls as of any number.
 
-        They are at least what all of its matmuls and attention leave, which matters where a tensor group spans hosts, or
+        They are at least what all of its matmuls and attention, fused or not, leave, which matters where a tensor group spans hosts, or
         where matmuls are small.
         """
         one, exposed = self._collective, 0.0
@@ -376,7 +376,8 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             exposed += max(0.0, part.collectives * one - beside)
         if not (self.latencies or gated or full):
             exposed = max(exposed, UNTOLD * one)
-        beside = kernels.matmul + kernels.attention
+        attention = (self.attention[number] for number in (0, 1, 0 if full else 2))
+        beside = kernels.matmul + kernels.attention + sum(one.traffic for one in attention)  # of a softmax of its own
         here = in_a_host(self.parallel, self.gpu, self.parallel.tensor, "tensor")
         listed = (here or self.over_hosts) and gated  # with every collective that is exposed where they take less time
         crowded = 0.0 if listed else min(all_of_them, max(0.0, 2 * all_of_them - beside))
