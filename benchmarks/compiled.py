@@ -50,6 +50,7 @@ from megajax.schedules.errors import command
 
 FOLDER = pathlib.Path(__file__).parent
 RESULTS = FOLDER / "results" / "compiled.json"
+RANKINGS = RESULTS.with_name("rankings.json")
 GPU = find_gpu("h100-80gb")
 PLAIN_STEP = "benchmarks.plain_step.PlainStep"
 # Shares of the peak of products and attention of any size, of accounts without "rates".
@@ -308,9 +309,10 @@ def comparison_error(errors: Iterable[Sequence[float]]) -> float:
 def errors_of_pairs() -> Iterable[tuple[str, int, float]]:
     """For each kind of `error_bars.PAIRS`: how many pairs of a model's rows differ in it, what their ratio is off by (rms).
 
-    Of all rows with a time, near or not, whatever else they differ in.
+    Of all rows with a time, those of `benchmarks.rankings` too, near or not, whatever else they differ in.
     """
-    rows = [row for some in read().values() for row in some if "seconds" in row]
+    rows = [*itertools.chain.from_iterable(read().values()), *json.loads(RANKINGS.read_text())["rows"]]
+    rows = [row for row in rows if "seconds" in row]
     models: dict[tuple, list[Comparison]] = {}
     for one in map(Comparison, rows):
         models.setdefault((one.run.model.name, one.run.model.hidden), []).append(one)

@@ -110,8 +110,8 @@ class ParallelConfig:
     latency_estimates: str = setting(
         "model",
         "on GPUs, the times by which XLA decides what overlaps a collective; roofline: all are estimated from the compiled "
-        "step, which is then compiled once more; xla: its own; model: as roofline where a tensor group spans hosts, else its "
-        "own, and estimates of what it is wrong about",
+        "step, which is then compiled once more; xla: its own; model: as roofline where a tensor group spans hosts, else "
+        "its own, and estimates of what it is wrong about",
         ("model", "xla", "roofline"),
     )
     axis_order: tuple[str, ...] = setting(

@@ -357,8 +357,8 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
     def _merged_exposed(self, kernels: Work, all_of_them: float) -> float:
         """Seconds of a merged block's collectives that nothing overlaps, of two pairs of matmuls as of any number.
 
-        They are at least what all of its matmuls and attention, fused or not, leave, which matters where a tensor group spans hosts, or
-        where matmuls are small.
+        They are at least what all of its matmuls and attention, fused or not, leave, which matters where a tensor group
+        spans hosts, or where matmuls are small.
         """
         one, exposed = self._collective, 0.0
         gated, full = is_gated(self.model), self.parallel.recompute == "full"
