@@ -42,7 +42,7 @@ from megajax.schedules.arguments import number, plain_text
 from megajax.schedules.errors import command
 
 FOLDER = pathlib.Path(__file__).parent
-RESULTS = FOLDER / "results" / "rankings.json"
+RESULTS = compiled.RANKINGS
 COUNT = 3  # rows of the planner that are compiled
 HAND = "by hand"
 NAMED = 0.02  # a layout found by hand that is faster by more than this is one that the planner should have found

@@ -36,7 +36,6 @@ __all__ = [
     "Primitive",
     "broken_host_offload",
     "call_after_compilation",
-    "compile_with_profile",
     "compiled_text",
     "coordination_service",
     "cudnn_attention_backward",
@@ -187,11 +186,6 @@ def call_after_compilation(callback: Callable[[str, Sequence[int]], None]) -> No
         return executable
 
     compiler.compile_or_get_cached = compile_and_call
-
-
-def compile_with_profile(lowered: jax.stages.Lowered, profile: bytes) -> jax.stages.Compiled:
-    """The program, with a profile for XLA's latency hiding scheduler: a ProfiledInstructionsProto, binary or text."""
-    return lowered.compile({PROFILE_OPTION: profile})
 
 
 def compiled_text(compiled: jax.stages.Compiled) -> str:

@@ -16,7 +16,7 @@ from megajax.estimate.latency_profile import profile_of_program, profile_of_run
 from megajax.estimate.merged_ticks import has_all_latencies, has_latencies
 from megajax.models.interface import PipelineModel
 from megajax.pipeline.program import StepProgram
-from megajax.runtime.compat import PROFILE_OPTION, compile_with_profile, updates_in_place
+from megajax.runtime.compat import PROFILE_OPTION, updates_in_place
 
 __all__ = ["ProfiledJit", "knows_matmuls", "latency_options", "with_latencies"]
 
@@ -85,4 +85,4 @@ class ProfiledJit:
         def compile(self) -> jax.stages.Compiled:
             """The program of the second compilation."""
             first = self._lowered.compile().as_text()
-            return compile_with_profile(self._lowered, self._profile(first))
+            return self._lowered.compile({PROFILE_OPTION: self._profile(first)})

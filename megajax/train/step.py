@@ -56,7 +56,7 @@ class Training:
     part of it is used.
 
     Attributes:
-      program, run: what the step is, and the run that asked for it.
+      program, run, device: what the step is, the run that asked for it, and a device of its mesh.
       schedule, where: the program's table, and its layers of each pipeline stage.
       model: the run's model in training.
       rules: the sharding rules.
@@ -75,14 +75,13 @@ class Training:
     ):
         """Builds the programs; nothing is compiled before its first call. For arguments see `make_training`."""
         self.program, self.mesh, self.model_class, self.rules = program, mesh, model, rules
-        self.run, self.schedule, self.where = program.run, program.schedule, program.layers
-        run = self.run
+        self.schedule, self.where, self.device = program.schedule, program.layers, mesh.devices.flat[0]
+        run = self.run = program.run
         self.model = self._model(training=True)
         self.functions = ExecutorFunctions.from_model(self.model, run.parallel.recompute_blocks)
-        shapes = model_shapes(run, self.model_class, self.rules)
         self.trained = trained_mask(self.model, run.train.freeze)
         self.only_trained = functools.partial(only_trained, trained=self.trained)
-        self.specs = parameter_specs(shapes, run.parallel, self.rules, self.trained)
+        self.specs = parameter_specs(model_shapes(run, model, rules), run.parallel, rules, self.trained)
         self.params_sharding = self._named(self.specs.stored)
         self.has_own_schedule = rate_at is not None
         self.rate_at = rate_at or (lambda samples: learning_rate(run.train, samples))
@@ -103,7 +102,7 @@ class Training:
             has_aux=self.model.has_outputs,
             in_place=program.in_place,
             merged=program.merges,
-            timed=knows_matmuls(program, mesh.devices.flat[0], self.model),
+            timed=knows_matmuls(program, self.device, self.model),
             unrolled=program.unrolls,
             compute_bubbles=program.computes_bubbles,
             block_counts=None if self.where.kinds else self.where.unequal_counts,
@@ -201,15 +200,15 @@ class Training:
 
     def _jit_step(self, state: TrainState, *more: NamedSharding) -> Any:
         """Jits `_train_step`; `state` and `more` are the shardings of its state and of its arguments after the batch."""
-        program, device = self.program, self.mesh.devices.flat[0]
+        described = self.program, self.device, self.model
         step = jax.jit(
             self._train_step,
             in_shardings=(state, self.batch_sharding, *more),
             out_shardings=(state, NamedSharding(self.mesh, P())),
             donate_argnums=0,
-            compiler_options=step_options(self.run.parallel, device) | latency_options(program, device, self.model),
+            compiler_options=step_options(self.run.parallel, self.device) | latency_options(*described),
         )
-        return self.checked(with_latencies(step, program, device, self.model))
+        return self.checked(with_latencies(step, *described))
 
     def checked(self, function: Any, static: tuple[int, ...] = ()) -> Any:
         """The jitted function; before the first run of a program, it is checked for collectives that would hang."""
@@ -333,8 +332,8 @@ class Training:
         return self.forward(functions, collect, params, batch, total).sum() / total
 
     def _model(self, training: bool) -> PipelineModel:
-        device, dtype = self.mesh.devices.flat[0], compute_dtype(self.run.train.precision)
-        how = device, dtype, training, self.program.in_one_pass if training else ()
+        in_one_pass = self.program.in_one_pass if training else ()
+        how = self.device, compute_dtype(self.run.train.precision), training, in_one_pass
         return self.model_class(self.run.model, model_context(self.run, self.rules, self.program.attention, *how))
 
     def evaluation(self) -> tuple[PipelineModel, ExecutorFunctions]:
