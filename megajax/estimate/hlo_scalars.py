@@ -47,11 +47,6 @@ def attribute(line: Line, name: str) -> str | None:
     return (found[1] if found[1] is not None else found[2]) if found else None
 
 
-def key_of(line: Line) -> str:
-    """What an operation computes of its operands."""
-    return f"{line.op} {line.type} {re.sub(r'%[^,)]*', '', ATTRIBUTES.sub('', line.rest))}"
-
-
 def constant(line: Line) -> Value | None:
     """An integer or boolean constant; None if it is another one, or its elements are not in the text."""
     kind, shape = shape_of(line.type)

@@ -1,10 +1,10 @@
 """Values on all ranks of a program, some of which are not known.
 
 A value has an axis of ranks before its own. Where it is not known, because it depends on data, a rank has a label instead:
-two ranks with one label have the same value, since they computed it in the same way from the same inputs.
+two ranks with one label have the same value, since the same operation computed it from the same inputs.
 """
 
-import itertools
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,67 +26,67 @@ class Value(NamedTuple):
 
 
 class Labels:
-    """Labels of unknown values: one number for each way to compute one; `reasons` tells why it is not known."""
+    """Labels of unknown values, of which each value has numbers of its own; `reason` tells why it is not known.
+
+    A program of a thousand ranks has hundreds of millions of labels, so that neither their number nor the way in which each
+    was computed is kept: values of two operations have no labels in common, even if they must be equal.
+    """
 
     def __init__(self, ranks: int):
         self.ranks = ranks
-        self.reasons: dict[int, str] = {}
-        self._numbers: dict[tuple, int] = {}
-        self._serial = itertools.count()
+        self._starts: list[int] = []  # the first label of each value
+        self._reasons: list[str] = []  # of each value
+        self._next = 0
 
     def differing(self, reason: str) -> Value:
         """A value that may differ from rank to rank."""
-        return self._value([("own", next(self._serial), rank) for rank in range(self.ranks)], [reason] * self.ranks)
+        return self._value(np.arange(self.ranks), reason)
 
-    def common(self, key: str, reason: str) -> Value:
+    def common(self, reason: str) -> Value:
         """A value that all ranks share."""
-        return self._value([("common", key)] * self.ranks, [reason] * self.ranks)
+        return self._value(np.zeros(self.ranks, np.int64), reason)
 
-    def shared_by(self, groups: Sequence[Sequence[int]], reason: str, key: object, operand: Value | None) -> Value:
+    def shared_by(self, groups: Sequence[Sequence[int]], reason: str, operand: Value | None) -> Value:
         """The result of a collective that gives all members of a group the same: a function of all members' operands."""
-        serial = next(self._serial)
-        rows: list[tuple] = [("own", serial, rank) for rank in range(self.ranks)]
+        classes = np.arange(self.ranks)
         operands = None if operand is None else self.numbers_of(operand)
-        for number, group in enumerate(groups):
-            row = ("group", serial, number) if operands is None else ("group", key, *operands[list(group)])
-            for rank in group:
-                rows[rank] = row
-        return self._value(rows, [reason] * self.ranks)
+        first: dict[tuple, int] = {}
+        for group in groups:
+            members = list(group)
+            row = tuple(members) if operands is None else tuple(operands[members].tolist())
+            classes[members] = first.setdefault(row, members[0])
+        return self._value(classes, reason)
 
-    def computed(self, key: object, operands: Sequence[Value]) -> Value:
-        """A deterministic function, named by `key`, of operands of which some are not known."""
-        columns = [self.numbers_of(operand) for operand in operands]
-        rows = [(key, *row) for row in zip(*columns, strict=True)] if columns else [(key,)] * self.ranks
-        unknown = [operand.labels for operand in operands if operand.labels is not None]
-        reasons = [
-            next(
-                (self.reasons[label[rank]] for label in unknown if label[rank] >= 0), "a number that is not an integer"
-            )
-            for rank in range(self.ranks)
-        ]
-        return self._value(rows, reasons)
+    def computed(self, operands: Sequence[Value], reason: str = "") -> Value:
+        """A deterministic function of operands. `reason`: of what is not known; else that of an operand."""
+        classes = np.zeros(self.ranks, np.int64)
+        for operand in operands:
+            numbers = self.numbers_of(operand)
+            if not reason and operand.labels is not None:
+                reason = self.reason(operand.labels.max())
+            _, own = np.unique(numbers, return_inverse=True)
+            _, classes = np.unique(classes * (own.max() + 1) + own, return_inverse=True)
+        return self._value(classes, reason or "a number that is not an integer")
 
-    def explain(self, value: Value, reason: str) -> None:
-        """Gives the reason why a value is not known, instead of an earlier one."""
-        self.reasons.update(dict.fromkeys(value.labels.tolist(), reason))
+    def reason(self, label: int) -> str:
+        """Why the value of this label is not known."""
+        return self._reasons[bisect.bisect_right(self._starts, label) - 1]
 
     def numbers_of(self, value: Value) -> np.ndarray:
-        """[ranks] labels, of known values too."""
+        """[ranks] labels, of known values too: negative numbers that are the same where this value is."""
         if value.array is None:
             return value.labels
-        rows = value.array.reshape(len(value.array), -1)
-        known = np.array([self._number(("known", rows.dtype.str, row.tobytes())) for row in rows])
-        known = np.broadcast_to(known, self.ranks)
+        first: dict[bytes, int] = {}
+        own = np.array([first.setdefault(row.tobytes(), len(first)) for row in value.array])
+        known = np.broadcast_to(-2 - own, self.ranks)
         return known if value.labels is None else np.where(value.labels < 0, known, value.labels)
 
-    def _value(self, rows: Sequence[tuple], reasons: Sequence[str]) -> Value:
-        labels = [self._number(row) for row in rows]
-        for label, reason in zip(labels, reasons, strict=True):
-            self.reasons.setdefault(label, reason)
-        return Value(None, np.array(labels))
-
-    def _number(self, row: tuple) -> int:
-        return self._numbers.setdefault(row, len(self._numbers))
+    def _value(self, classes: np.ndarray, reason: str) -> Value:
+        """A value that ranks of a class, from 0, have in common."""
+        start, self._next = self._next, self._next + self.ranks
+        self._starts.append(start)
+        self._reasons.append(reason)
+        return Value(None, start + classes)
 
     def chosen(self, ranks: np.ndarray, new: Value, old: Value) -> Value:
         """`new` on these ranks (a mask), `old` on the others."""

@@ -21,7 +21,6 @@ from megajax.estimate.hlo_scalars import (
     in_memory_order,
     is_evaluated,
     is_known,
-    key_of,
     shape_of,
 )
 from megajax.estimate.rank_labels import Labels, Value
@@ -50,7 +49,7 @@ class RankValues:
         if self.inputs is not None and is_integer(line):
             return number, Value(np.full((1, *shape), self.inputs, TYPES[kind]))
         if shape == ():
-            return number, self.labels.common(line.name, f"the input {name}")
+            return number, self.labels.common(f"the input {name}")
         return number, self.labels.differing(f"the input {name}")
 
     def received(self, name: str, line: Line, found: dict, ranks: np.ndarray) -> Tree:
@@ -83,7 +82,7 @@ class RankValues:
                 return Value(reduced(array, groups, function))
         # Sums of equal floats in another group may be rounded differently.
         exact = operand is not None and shape_of(operand.type)[0] in TYPES
-        return self.labels.shared_by(groups, reason, (key_of(line), number), value if exact else None)
+        return self.labels.shared_by(groups, reason, value if exact else None)
 
     def _permuted(self, value: Value, pairs: Sequence[Sequence[int]]) -> Value:
         """What each rank receives, zeros where it is no target."""
@@ -107,9 +106,8 @@ class RankValues:
             key = name, line.name
             if key not in self._constants:
                 known = constant(line) if is_evaluated(line.type) else None
-                text = f"{name} {line.name} {key_of(line)}"
                 absent = ", whose elements are not in the text" if "{...}" in line.rest else ""
-                self._constants[key] = known or self.labels.common(text, f"the constant {line.name}{absent}")
+                self._constants[key] = known or self.labels.common(f"the constant {line.name}{absent}")
             return self._constants[key]
         absent = any(not isinstance(one, Value) for one in given)
         if not is_evaluated(line.type) or line.op in OPAQUE or absent:
@@ -126,9 +124,7 @@ class RankValues:
             array = evaluate(line, arrays, self._reduction(line))
         if array is not None and not unknown:
             return Value(array)
-        computed = self.labels.computed(key_of(line), given)
-        if not unknown:
-            self.labels.explain(computed, f"{line.op} {place(line)}, which is not evaluated")
+        computed = self.labels.computed(given, "" if unknown else f"{line.op} {place(line)}, which is not evaluated")
         if array is None:
             return computed._replace(most=bound(line, given))
         known = np.all([one < 0 for one in unknown], axis=0)

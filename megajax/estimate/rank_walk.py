@@ -6,6 +6,7 @@ are marked with what the ranks have to share, so that all members of a group go 
 """
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,6 @@ from megajax.estimate.collective_members import Members, Unsupported, place
 from megajax.estimate.hlo_demand import (
     PASSES_ON,
     Demand,
-    Path,
     inner,
     is_collective,
     is_done,
@@ -22,7 +22,6 @@ from megajax.estimate.hlo_demand import (
 from megajax.estimate.hlo_parser import Line, known_trip_count, operands
 from megajax.estimate.hlo_scalars import (
     attribute,
-    key_of,
 )
 from megajax.estimate.rank_labels import Value
 from megajax.estimate.rank_values import RankValues, Tree
@@ -160,11 +159,11 @@ class Walk:
         outer, self._within = self._within, (*self._within, self._unknown(line, predicate, reason))
         outcomes = [self._compute(one, {0: given[i]}, ranks) for i, one in enumerate(inner(line))]
         self._within = outer
-        return self._joined(key_of(line), predicate, outcomes)
+        return self._joined(predicate, outcomes)
 
     def _reason(self, predicate: Value, ranks: np.ndarray) -> str:
         labels = [] if predicate.labels is None else predicate.labels[ranks]
-        return next((self.values.labels.reasons[one] for one in labels if one >= 0), "data")
+        return next((self.values.labels.reason(one) for one in labels if one >= 0), "data")
 
     def _unknown(self, line: Line, predicate: Value, reason: str) -> int:
         _, classes = np.unique(self.values.labels.numbers_of(predicate), return_inverse=True)
@@ -174,12 +173,12 @@ class Walk:
             self.unknowns.append(Unknown(classes, f"{line.op} {place(line)}", reason))
         return self._unknown_numbers[key]
 
-    def _joined(self, key: str, predicate: Value, outcomes: list[Tree], path: Path = ()) -> Tree:
+    def _joined(self, predicate: Value, outcomes: list[Tree]) -> Tree:
         """Results of branches of which it is not known which is taken."""
         if any(isinstance(one, dict) for one in outcomes):
             present = [one for one in outcomes if isinstance(one, dict)]
             parts = set.intersection(*(set(one) for one in present)) if len(present) == len(outcomes) else ()
-            return {i: self._joined(key, predicate, [one[i] for one in outcomes], (*path, i)) for i in parts}
+            return {i: self._joined(predicate, [one[i] for one in outcomes]) for i in parts}
         if any(not isinstance(one, Value) for one in outcomes):
             return None
         first = outcomes[0]
@@ -187,7 +186,7 @@ class Walk:
             one.array.shape == first.array.shape and (one.array == first.array).all() for one in outcomes
         ):
             return first
-        return self.values.labels.computed((key, path), [predicate, *outcomes])
+        return self.values.labels.computed([predicate, *outcomes])
 
     def _merged(self, ranks: np.ndarray, new: Tree, old: Tree) -> Tree:
         if isinstance(new, dict) and isinstance(old, dict):
@@ -218,11 +217,8 @@ class Walk:
         Ranks are assumed to share what changes in the loop, and no longer where an iteration makes it differ.
         """
         body, condition, outer = inner(line)[0], attribute(line, "condition"), self._within
-        kept, key = (
-            self._kept(body),
-            f"{line.name} {self._steps}",
-        )  # other iterations of a loop around it have other labels
-        assumed = self._assumed(key, state, kept)
+        kept = self._kept(body)
+        assumed = self._assumed(state, kept)
         while True:
             before = len(self.events)
             predicate = self._compute(condition, {0: assumed}, ranks)
@@ -231,7 +227,7 @@ class Walk:
             self._within = (*outer, self._unknown(line, predicate, reason))
             after = self._compute(body, {0: assumed}, ranks)
             self._within = outer
-            refined, same = self._refined(key, assumed, after, predicate, kept)
+            refined, same = self._refined(line, assumed, after, predicate, kept)
             if same:
                 return self._merged(ranks, assumed, state)
             del self.events[before:]
@@ -249,29 +245,26 @@ class Walk:
                 kept |= {index} if lines[operands(line)[0]].op == "parameter" else set()
         return kept
 
-    def _assumed(self, key: str, state: Tree, kept: set[int], path: Path = ()) -> Tree:
+    def _assumed(self, state: Tree, kept: Collection[int] = ()) -> Tree:
         if isinstance(state, dict):
-            return {
-                i: one if not path and i in kept else self._assumed(key, one, kept, (*path, i))
-                for i, one in state.items()
-            }
-        return self.values.labels.computed((key, "assumed", path), [state]) if isinstance(state, Value) else None
+            return {i: one if i in kept else self._assumed(one) for i, one in state.items()}
+        return self.values.labels.computed([state]) if isinstance(state, Value) else None
 
-    def _refined(self, key: str, assumed: Tree, after: Tree, predicate: Value, kept: set[int], path: Path = ()):
+    def _refined(self, line: Line, assumed: Tree, after: Tree, predicate: Value, kept: Collection[int] = ()):
         """(the assumption with ranks apart that an iteration makes differ, whether it is the same)."""
         if isinstance(assumed, dict):
             parts, same = {}, True
             for i, one in assumed.items():
                 later = after.get(i) if isinstance(after, dict) else None
-                if not path and i in kept:
+                if i in kept:
                     parts[i] = one
                     continue
-                parts[i], still = self._refined(key, one, later, predicate, kept, (*path, i))
+                parts[i], still = self._refined(line, one, later, predicate)
                 same &= still
             return parts, same
         if not isinstance(after, Value) or not isinstance(assumed, Value):
             missing = isinstance(assumed, Value)
-            apart = self.values.labels.differing(f"the state of the loop {key}")
+            apart = self.values.labels.differing(f"the state of the loop {line.name}")
             return (apart, len(set(assumed.labels)) == self.ranks) if missing else (assumed, True)
-        refined = self.values.labels.computed((key, "refined", path), [assumed, after, predicate])
+        refined = self.values.labels.computed([assumed, after, predicate])
         return refined, len(set(refined.labels)) == len(set(self.values.labels.numbers_of(assumed)))
