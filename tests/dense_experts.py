@@ -37,6 +37,8 @@ UNEVEN = dataclasses.replace(
     shared_feedforward=16,
 )
 INPUTS = dataclasses.replace(UNEVEN, expert_weighted="input")
+# A token's experts are of two of four groups of two.
+GROUPED = dataclasses.replace(UNEVEN, experts=8, router_groups=4, router_group_choices=2, router_group_best=2)
 # An expert takes 6 of a sample's 16 tokens; the others are dropped.
 DROPPING = dataclasses.replace(UNEVEN, expert_capacity=0.75)
 # The first three layers are dense, with a wider MLP; and every second one, from the second on.
@@ -91,6 +93,22 @@ def mlp(x, up, down):
     return (gate * jax.nn.sigmoid(gate) * (x @ up[:, 1])) @ down
 
 
+def mixture(config, weights, x, p):
+    """What the experts compute of x, with these weights [b, s, E]."""
+    if config.expert_weighted == "input":
+        return jax.vmap(mlp)(weights.transpose(2, 0, 1)[..., None] * x, p["up"], p["down"]).sum(0)
+    return jnp.einsum("bse,ebsh->bsh", weights, jax.vmap(mlp, (None, 0, 0))(x, p["up"], p["down"]))
+
+
+def among_first(ranking, count):
+    """Of which fewer than `count` are better; of equal ones, those before it are better."""
+    index = jnp.arange(ranking.shape[-1])
+    better = (ranking[..., None, :] > ranking[..., None]) | (
+        (ranking[..., None, :] == ranking[..., None]) & (index < index[:, None])
+    )
+    return better.sum(-1) < count
+
+
 def experts(config, x, p, real):
     """(result [b, s, h], choices [b, E] of each sample, balance loss [b], squares [b, s] of the z-loss, dropped [b]).
 
@@ -99,12 +117,13 @@ def experts(config, x, p, real):
     logits = x @ p["router"]["kernel"]
     scores = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
     ranking = scores + p["router"]["bias"]  # also of a model whose biases do not move
-    # An expert is chosen if fewer than k are better; of equal ones, those before it are better.
-    index = jnp.arange(config.experts)
-    better = (ranking[..., None, :] > ranking[..., None]) | (
-        (ranking[..., None, :] == ranking[..., None]) & (index < index[:, None])
-    )
-    chosen = better.sum(-1) < config.experts_per_token
+    if config.router_groups > 1:
+        best = jnp.sort(ranking.reshape(*ranking.shape[:-1], config.router_groups, -1), -1)[
+            ..., -config.router_group_best :
+        ]
+        chosen = among_first(best.sum(-1), config.router_group_choices)
+        ranking = jnp.where(jnp.repeat(chosen, config.experts // config.router_groups, -1), ranking, -jnp.inf)
+    chosen = among_first(ranking, config.experts_per_token)
     weights = jnp.where(chosen, jnp.exp(logits) if config.router_softmax == "after" else scores, 0)
     if config.router_softmax == "after" or config.router_normalize:
         weights = weights / weights.sum(-1, keepdims=True)
@@ -116,10 +135,7 @@ def experts(config, x, p, real):
         earlier = jnp.stack([taken[:, :token].sum(1) for token in range(x.shape[1])], 1)
         dropped = chosen & ((earlier >= most) | ~real[..., None])
         weights = jnp.where(dropped, 0, weights)
-    if config.expert_weighted == "input":
-        out = jax.vmap(mlp)(weights.transpose(2, 0, 1)[..., None] * x, p["up"], p["down"]).sum(0)
-    else:
-        out = jnp.einsum("bse,ebsh->bsh", weights, jax.vmap(mlp, (None, 0, 0))(x, p["up"], p["down"]))
+    out = mixture(config, weights, x, p)
     if config.shared_feedforward:
         out = out + mlp(x, p["shared"]["up"]["kernel"], p["shared"]["down"]["kernel"])
     counts = (chosen & real[..., None]).sum(1)

@@ -102,11 +102,15 @@ class RunConfig(HashSlot):
                 "matmul_dtype = fp8 does not work with tensor_overlap = ring, which has separate matmuls: pass "
                 "--tensor-overlap none, or omit --matmul-dtype."
             )
-        if self.train.matmul_dtype == "fp8" and getattr(self.model, "experts", 0):
+        experts = getattr(self.model, "experts", 0)
+        if self.train.matmul_dtype == "fp8" and experts:
             raise ConfigError(
-                f"matmul_dtype = fp8 does not work with experts = {self.model.experts}, whose matmuls are in the run's "
-                "precision: omit --matmul-dtype."
+                f"matmul_dtype = fp8 does not work with experts = {experts}, whose matmuls are in the run's precision: "
+                "omit --matmul-dtype."
             )
+        if self.train.expert_dispatch_dtype and not experts:
+            given = f"expert_dispatch_dtype = {self.train.expert_dispatch_dtype}"
+            raise ConfigError(f"{given} sends tokens to experts, and {self.model.name} has none: omit it.")
 
 
 def _check_layers(run: RunConfig) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megajax.config.errors import ConfigError, divisors
+from megajax.config.errors import ConfigError, divisors, option
 from megajax.config.fields import check_fields, setting
 
 NOT_IN_OPTAX = ("soap", "shampoo")  # optimizers that people ask for
@@ -131,6 +131,12 @@ class TrainConfig:
         ("bf16", "fp8"),
         shown_default="--precision's",
     )
+    expert_dispatch_dtype: str | None = setting(
+        None,
+        "data type in which tokens, and gradients of results, are sent to experts; fp8: E4M3 with a scale for each 128",
+        ("bf16", "fp8"),
+        shown_default="--precision's",
+    )
     initial_loss_scale: float = setting(65536.0, "fp16: initial loss scale")
     loss_scale_window: int = setting(1000, "fp16: steps without overflow after which the loss scale doubles")
     nonfinite: str = setting(
@@ -193,10 +199,10 @@ class TrainConfig:
             raise ConfigError("ema_validation is on, but there are no averaged weights: pass --ema-decay 0.999.")
         if self.distill_weight > 1:
             raise ConfigError(f"distill_weight = {self.distill_weight} is a share: pass --distill-weight 1, or less.")
-        if self.matmul_dtype == "bf16" != self.precision:
-            raise ConfigError(
-                f"matmul_dtype = bf16 does not work with precision = {self.precision}: omit --matmul-dtype."
-            )
+        for name in ("matmul_dtype", "expert_dispatch_dtype"):
+            if getattr(self, name) == "bf16" != self.precision:
+                given = f"{name} = bf16 does not work with precision = {self.precision}"
+                raise ConfigError(f"{given}: omit {option(name)}.")
         if self.matmul_dtype == "fp8" and self.precision == "fp16":
             raise ConfigError(
                 "matmul_dtype = fp8 does not work with precision = fp16, in which sums of scaled products overflow: "

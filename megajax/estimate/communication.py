@@ -22,7 +22,7 @@ import numpy as np
 from megajax.config import ParallelConfig, RunConfig
 from megajax.config.model_split import heads_of_device
 from megajax.estimate import model_costs
-from megajax.estimate.expert_dispatch import CHOICES, GATHER, by_all_to_all, dispatches, sent_share
+from megajax.estimate.expert_dispatch import CHOICES, GATHER, by_all_to_all, dispatches, sent_bytes, sent_share
 from megajax.estimate.kept import rows_of
 from megajax.estimate.kinds import layers_of_kinds, modules_run, stage_layer_counts
 from megajax.estimate.memory import ITEMSIZE
@@ -247,9 +247,11 @@ def _expert(program: StepProgram) -> list[Sent]:
     passes = run.microbatches * _of_blocks(run, lambda kind: int(kind.experts is not None))
     lines, again = [], parallel.recompute != "none"
     share = f"{sent_share(model.experts, parallel)[0]:.3g} of " if by_all_to_all(model.experts, parallel) else ""
-    for one in dispatches(model, parallel, ITEMSIZE[run.train.precision]):
-        times, chosen = (one.forward + one.backward) * passes, one.what == CHOICES
-        unit = f"{2 * (1 + again) + 1} (N-1) bs k of 4 bytes" if chosen else f"{share}{4 + again} (N-1) bsh/t"
+    item, sent = ITEMSIZE[run.train.precision], sent_bytes(run)
+    for one in dispatches(model, parallel, item, sent):
+        count, chosen = one.forward + one.backward, one.what == CHOICES
+        times, count = count * passes, count if sent != item else 4 + again
+        unit = f"{2 * (1 + again) + 1} (N-1) bs k of 4 bytes" if chosen else f"{share}{count} (N-1) bsh/t"
         formula = f"{unit} per layer with experts and microbatch"
         lines.append(Sent("expert", one.kind, one.what, BLOCKS, formula, times, one.each, in_papers=not chosen))
     return lines

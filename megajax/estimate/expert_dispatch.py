@@ -12,7 +12,8 @@ from megajax.estimate.kept import rows_of
 from megajax.estimate.memory import ITEMSIZE
 from megajax.estimate.rates import Rates, devices_here, rates_of
 from megajax.models.costs import Experts, ModelCosts
-from megajax.ops.expert_rounds import FIRST, balanced_share
+from megajax.ops.expert_rounds import places_of_balanced
+from megajax.ops.fp8_rows import bytes_of_element
 
 __all__ = [
     "CHOICES",
@@ -23,6 +24,7 @@ __all__ = [
     "dispatch_times",
     "dispatches",
     "expert_seconds",
+    "sent_bytes",
     "sent_share",
     "with_expert_dispatch",
 ]
@@ -51,22 +53,34 @@ class Dispatch(NamedTuple):
         return rates.all_to_all(self.each / (degree - 1), degree, here, self.ragged)
 
 
-def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int) -> list[Dispatch]:
+def sent_bytes(run: RunConfig) -> float:
+    """Bytes of an element of tokens, and of gradients of results, that are sent to experts."""
+    if run.train.expert_dispatch_dtype == "fp8":
+        return bytes_of_element(run.model.hidden)
+    return ITEMSIZE[run.train.precision]
+
+
+def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int, sent: float | None = None) -> list[Dispatch]:
     """Tokens sent to their experts' replicas, and results back (`ops/expert_dispatch.py`), with balanced routing.
 
     By all-gather, and the results by a sum where they arrive, which is an all-to-all; gradients likewise. Except with
     recompute none, the backward sends the tokens again, for the weights' gradients. Of each token also its experts' numbers
-    and weights, in the forward and where it is repeated, and the weights' gradients. `item`: bytes of an activation.
+    and weights, in the forward and where it is repeated, and the weights' gradients. `item`: bytes of an activation;
+    `sent`: those of `sent_bytes`, of what is sent to experts, if they differ.
     """
     degree, again = parallel.expert, int(parallel.recompute != "none")
     if degree == 1 or model.experts is None:
         return []
-    part = rows_of(model, parallel) * model.hidden * item / parallel.sequence_shares * (degree - 1)
+    elements = rows_of(model, parallel) * model.hidden / parallel.sequence_shares * (degree - 1)
+    part, there = item * elements, (sent or item) * elements
     choices = rows_of(model, parallel) * model.experts.chosen * CHOICE * (degree - 1)
-    tokens = [Dispatch(TOKENS, GATHER, part, 1, 1 + again), Dispatch(TOKENS, ALL_TO_ALL, part, 1, 1)]
+    tokens = [Dispatch(TOKENS, GATHER, there, 1, 1 + again), Dispatch(TOKENS, ALL_TO_ALL, part, 1, 1)]
     if by_all_to_all(model.experts, parallel):
         share, ragged = sent_share(model.experts, parallel)
         tokens = [Dispatch(TOKENS, ALL_TO_ALL, share * part, 2, 2 + again, ragged)]
+        if there != part:
+            counts = (there, 1, 1 + again), (part, 1, 1)
+            tokens = [Dispatch(TOKENS, ALL_TO_ALL, share * each, *own, ragged) for each, *own in counts]
     return [*tokens, Dispatch(CHOICES, GATHER, choices, 2, 2 * again), Dispatch(CHOICES, ALL_TO_ALL, choices, 0, 1)]
 
 
@@ -91,8 +105,10 @@ class DispatchSeconds(NamedTuple):
     exposed: ExposedSeconds
 
 
-def expert_seconds(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> DispatchSeconds:
-    """Of a microbatch, in one block.
+def expert_seconds(
+    model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int, sent: float | None = None
+) -> DispatchSeconds:
+    """Of a microbatch, in one block; `item` and `sent` as of `dispatches`.
 
     A backward needs the tokens that are sent again for its last matmuls only, unless it computes its forward again. For its
     output's gradient all that it computes waits. In a merged tick the other pass could hide that, but XLA's scheduler
@@ -101,24 +117,26 @@ def expert_seconds(model: ModelCosts, parallel: ParallelConfig, rates: Rates, it
     there: only the forward's results return beside the weights' gradients. With tensor parallelism, too, less is hidden:
     collectives of the tensor group are beside the same matmuls, and with two ranks one may start at a time.
     """
-    sent = [(one, one.seconds(parallel, rates)) for one in dispatches(model, parallel, item)]
-    forward, backward = (sum(getattr(one, name) * each for one, each in sent) for name in ("forward", "backward"))
-    both, tokens = forward + backward, [each for one, each in sent if one.what == TOKENS]
+    times = [(one, one.seconds(parallel, rates)) for one in dispatches(model, parallel, item, sent)]
+    forward, backward = (sum(getattr(one, name) * each for one, each in times) for name in ("forward", "backward"))
+    both, tokens = forward + backward, [each for one, each in times if one.what == TOKENS]
     if parallel.tensor > 1 or not tokens:
         return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward, (1 - TENSOR_HIDDEN) * both))
     first, last = tokens[0], tokens[-1]  # sending tokens, and results back
     if parallel.recompute == "full":
         return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward, both - last))
-    choices = sum((one.forward + one.backward) * each for one, each in sent if one.what == CHOICES)
+    choices = sum((one.forward + one.backward) * each for one, each in times if one.what == CHOICES)
     again = first * (parallel.recompute != "none")
-    together = again * (parallel.expert_dispatch == "bucketed" and sent[0][0].kind == GATHER)
+    together = again * (parallel.expert_dispatch == "bucketed" and times[0][0].kind == GATHER)
     merged = min(both, first + together + choices)
     return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward - again, merged))
 
 
-def dispatch_times(model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int) -> tuple[float, float]:
+def dispatch_times(
+    model: ModelCosts, parallel: ParallelConfig, rates: Rates, item: int, sent: float | None = None
+) -> tuple[float, float]:
     """(seconds of sending a microbatch's tokens to their experts, seconds of sending results back), of one block."""
-    tokens = [one.seconds(parallel, rates) for one in dispatches(model, parallel, item) if one.what == TOKENS]
+    tokens = [one.seconds(parallel, rates) for one in dispatches(model, parallel, item, sent) if one.what == TOKENS]
     return (tokens[0], tokens[-1]) if tokens else (0.0, 0.0)
 
 
@@ -137,11 +155,11 @@ def sent_share(experts: Experts, parallel: ParallelConfig) -> tuple[float, bool]
     """
     here = experts.count // parallel.expert
     if parallel.expert_dispatch == "bucketed":
-        return min(1.0, FIRST * balanced_share(experts.count, experts.chosen, parallel.expert)), False
+        return places_of_balanced(experts.choice, parallel.expert), False
     places = here * experts.share * parallel.sequence_shares
     if places < 1:
         return places, False
-    return balanced_share(experts.count, experts.chosen, parallel.expert), True
+    return experts.choice.balanced_share(parallel.expert), True
 
 
 def with_expert_dispatch(run: RunConfig, gpu: Gpu) -> RunConfig:
@@ -156,5 +174,5 @@ def with_expert_dispatch(run: RunConfig, gpu: Gpu) -> RunConfig:
     if run.parallel.expert == 1 or sent_share(model_costs(run.model).experts, run.parallel)[1]:
         return run.with_layout(expert_dispatch="gather")
     choices = [run.with_layout(expert_dispatch=name) for name in ("gather", "all_to_all")]
-    rates, item = rates_of(gpu, run.train.precision), ITEMSIZE[run.train.precision]
-    return min(choices, key=lambda one: sum(dispatch_times(model_costs(one.model), one.parallel, rates, item)))
+    how = rates_of(gpu, run.train.precision), ITEMSIZE[run.train.precision], sent_bytes(run)
+    return min(choices, key=lambda one: sum(dispatch_times(model_costs(one.model), one.parallel, *how)))

@@ -10,7 +10,7 @@ import functools
 import numpy as np
 
 from megajax.estimate.communication import BlockSends, block_sends
-from megajax.estimate.expert_dispatch import DispatchSeconds, by_all_to_all, expert_seconds
+from megajax.estimate.expert_dispatch import DispatchSeconds, by_all_to_all, expert_seconds, sent_bytes
 from megajax.estimate.kept import kept_by_experts
 from megajax.estimate.program_kernels import Kernels, Work
 from megajax.ops.tokamax_kernels import FASTEST_PRODUCT
@@ -31,6 +31,9 @@ ROUNDS = (1, 3)
 # of them with all-to-all or rounds.
 GATHERED_PASSES, SUMMED_PASSES, RECEIVED_PASSES, SENT_PASSES = (4, 6), (1, 2), (1, 4), (2, 4)
 EXPERT_KERNELS, ROUTED_KERNELS = (25, 45), (15, 20)
+# Where tokens are sent in 8 bits: passes that have them so, over what is received, and those that make them, over a
+# replica's own tokens (read off the program of two of DeepSeek-V3's layers).
+PASSES_IN_8_BITS, ROUNDING_PASSES = (2, 4), (4.5, 4.5)
 
 
 class ExpertKernels(Kernels):
@@ -94,14 +97,18 @@ class ExpertKernels(Kernels):
         if not by_all_to_all(self.model.experts, parallel):
             passes = passes or SUMMED_PASSES[backward] * self.received
         else:
-            sent = min(self.model.experts.chosen, degree)
+            sent = self.model.experts.choice.destinations(degree)
             passes += RECEIVED_PASSES[backward] * self.received + SENT_PASSES[backward] * sent
+        if (sent_item := sent_bytes(self.run)) < self.item:
+            passes += (
+                PASSES_IN_8_BITS[backward] * self.received * (sent_item / self.item - 1) + ROUNDING_PASSES[backward]
+            )
         return passes * self.model.hidden / self.split
 
     @functools.cached_property
     def dispatched(self) -> DispatchSeconds:
         """Sending a microbatch's tokens to their experts' replicas, and results back."""
-        return expert_seconds(self.model, self.parallel, self.rates, self.item)
+        return expert_seconds(self.model, self.parallel, self.rates, self.item, sent_bytes(self.run))
 
     def exposed_dispatch(self, of: str, beside: Work) -> float:
         """Seconds of it that no kernel hides, `of` a "backward", or of both passes "merged", with these kernels."""

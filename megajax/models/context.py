@@ -15,7 +15,7 @@ from megajax.ops.attention_kernels import CUDNN, INTERPRETED, XLA, cudnn_kernel,
 from megajax.ops.collective_matmul import column_matmul, row_matmul
 from megajax.ops.distillation import Teacher
 from megajax.ops.exchanged_attention import exchanged_attention
-from megajax.ops.expert_group import WHOLE_GROUP, ExpertGroup
+from megajax.ops.expert_group import ExpertGroup
 from megajax.ops.gated_down import gated_down
 from megajax.ops.grouped_matmul import GroupedMatmuls, kernel_for
 from megajax.ops.linear import RESIDUAL, Operations, plain_operations
@@ -159,7 +159,7 @@ def model_context(
         vocabulary=vocabulary,
         dtype=dtype,
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
-        experts=_expert_group(run.parallel, rules, device),
+        experts=_expert_group(run, rules, device),
         grouped_matmuls=GroupedMatmuls(kernel_for(device), True, "tensor" in rules.mesh_axes("feedforward"), once),
         sum_over_sequence=partial(sequence_sum, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         gather_sequence=partial(gather_sequence, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
@@ -178,10 +178,11 @@ def _replica_axis(parallel: ParallelConfig) -> AxisName:
     return (first, *others) if others else first
 
 
-def _expert_group(parallel: ParallelConfig, rules: AxisRules, device: jax.Device) -> ExpertGroup:
+def _expert_group(run: RunConfig, rules: AxisRules, device: jax.Device) -> ExpertGroup:
     """The replicas that split the experts of a layer. Dispatch "auto" counts as gather until it is resolved."""
+    parallel, fp8 = run.parallel, run.train.expert_dispatch_dtype == "fp8"
     if parallel.expert == 1:
-        return WHOLE_GROUP
+        return ExpertGroup(fp8=fp8)
     if not rules.expert_parallel:
         raise ConfigError(
             f"expert = {parallel.expert}, but the rules do not shard experts and batch over the mesh axis expert: start "
@@ -191,7 +192,7 @@ def _expert_group(parallel: ParallelConfig, rules: AxisRules, device: jax.Device
     dispatch = "gather" if parallel.expert_dispatch == "auto" else parallel.expert_dispatch
     shards = parallel.tensor if "tensor" in residual[1:2] else 1
     on_cpu = device.platform == "cpu"
-    return ExpertGroup(parallel.expert, residual, shards, dispatch, ragged=not on_cpu, serial=on_cpu)
+    return ExpertGroup(parallel.expert, residual, shards, dispatch, ragged=not on_cpu, fp8=fp8, serial=on_cpu)
 
 
 def _operations(run: RunConfig, rules: AxisRules, attention: Choice, device: jax.Device) -> Operations:

@@ -9,7 +9,8 @@ group splits them. `transformer_costs.py` computes them for `ModelConfig`; other
 import dataclasses
 
 from megajax.models.remat import MODES
-from megajax.ops.expert_rounds import FIRST, balanced_share, rows_of_balanced
+from megajax.ops.expert_choice import Choice
+from megajax.ops.expert_rounds import places_of_balanced, rows_of_balanced
 
 __all__ = [
     "Attention",
@@ -147,16 +148,24 @@ class Experts:
     """The experts of a block, split over tensor and over the replicas of expert parallelism.
 
     Attributes:
-      count: E.
-      chosen: k, those that a token passes.
+      choice: of k of E experts.
       parameters: of all of them; part of `ModelCosts.block`.
       share: the largest share of a sample's tokens that one expert takes: 1 without capacity.
     """
 
-    count: int
-    chosen: int
+    choice: Choice
     parameters: int
     share: float = 1.0
+
+    @property
+    def count(self) -> int:
+        """E."""
+        return self.choice.count
+
+    @property
+    def chosen(self) -> int:
+        """k, those that a token passes."""
+        return self.choice.chosen
 
     def on_device(self, tensor: int, degree: int) -> int:
         """Parameters on one device."""
@@ -171,7 +180,7 @@ class Experts:
         """
         here = self.count // degree
         if dispatch == "bucketed" and degree > 1:
-            return rows_of_balanced(self.count, self.chosen, degree)
+            return rows_of_balanced(self.choice, degree)
         return degree * min(here, self.chosen, here * self.share) / self.chosen
 
     def in_rounds(self, degree: int, dispatch: str) -> bool:
@@ -181,7 +190,7 @@ class Experts:
     def places(self, degree: int, dispatch: str = "gather") -> float:
         """Places of tokens that a group sends to a device, for each of its own: of all, or those of a first exchange."""
         if dispatch == "bucketed" and degree > 1:
-            return degree * min(1.0, FIRST * balanced_share(self.count, self.chosen, degree))
+            return degree * places_of_balanced(self.choice, degree)
         return degree
 
 

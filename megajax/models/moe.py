@@ -49,6 +49,7 @@ from megajax.config.experts import expert_tokens
 from megajax.models.feedforward import ACTIVATIONS, FeedForward, activate
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key, parameter
+from megajax.ops.expert_choice import Choice
 from megajax.ops.expert_dispatch import Gather, all_to_all
 from megajax.ops.expert_rounds import Rounds, add_rounds
 from megajax.ops.group_order import dispatch
@@ -217,7 +218,7 @@ class Experts(nnx.Module):
         biases = (self.up_bias[...], self.down_bias[...]) if self.config.expert_biases else ()
         kernels = self.up[...].astype(y.dtype), self.down[...].astype(y.dtype)
         if group.size > 1 and group.dispatch == "bucketed":
-            rounds = Rounds.of(group, self.config.experts, self.config.experts_per_token, experts[..., 0].size)
+            rounds = Rounds.of(group, Choice.of(self.config), experts[..., 0].size)
             weights, experts = map(group.gather_choices, (weights, rounds.numbered(experts)))
             first = rounds.exchange(experts, 0), biases, kernels, rounds.room, rounds.rows
             out, sent = self._mixture(y, weights, *first)
@@ -251,8 +252,8 @@ class Experts(nnx.Module):
         samples, length, choices = experts.shape
         most = count * (expert_tokens(self.config, length) if self.training else length)
         sends = group.dispatch != "gather" and group.size > 1
-        exchange = all_to_all(group, experts, self.config.experts, most, room) if sends else Gather(group)
-        tokens = self.constrain(exchange.send(y) if group.size > 1 else y, *GATHERED)
+        exchange = all_to_all(group, experts, Choice.of(self.config), most, room) if sends else Gather(group)
+        tokens = self.constrain(exchange.send(y), *GATHERED)
         weights, local = exchange.choices(weights), exchange.choices(local)
         rows = samples * min(length * min(count, choices), most) if rows is None else rows
         routing = route(local.reshape(-1), count, rows)

@@ -13,6 +13,7 @@ from megajax.config.mixers import RECURRENT, mixer_parameters
 from megajax.config.mtp import mtp_block, mtp_parameters
 from megajax.models.costs import Attention, Elementwise, Experts, KeptValue, Matmul, ModelCosts, Parameters
 from megajax.models.remat import MODES
+from megajax.ops.expert_choice import Choice
 
 __all__ = ["transformer_costs"]
 
@@ -258,7 +259,7 @@ def _mlp_costs(config: ModelConfig) -> _MlpCosts:
         whole += (hidden + int(config.expert_biases)) * config.experts + hidden * int(config.shared_gate)
     experts = None
     if rows:
-        experts = Experts(config.experts, rows, own, expert_tokens(config, tokens) / tokens)
+        experts = Experts(Choice.of(config), own, expert_tokens(config, tokens) / tokens)
     return _MlpCosts(
         matmuls=tuple(matmuls),
         parameters=Parameters(split, whole),

@@ -5,14 +5,16 @@ Shapes: N replicas of a group, each with b samples of s tokens and E / N experts
     gather        [b, s, h] -> all-gather -> [N b, s, h] -> experts -> reduce-scatter -> [b, s, h]
     all_to_all    [b, s, h] -> all-to-all -> [N, c, h]   -> experts -> all-to-all, sum -> [b, s, h]
 
-With `all_to_all` a token is sent once to each replica that has any of its experts, min(k, N) at most, and comes back once
-from each, as the sum over that replica's experts (Megatron-LM's dispatcher "alltoall" sends it once for each expert). A
-replica has c places for the tokens of each other one: all that could choose its experts. Tokens take the first of them, in
-their order; nothing chooses an expert for the places that are left. So results add up in the same order as with `gather`,
-and but for several samples with a split sequence (below) an expert's rows have the same order too.
+With `all_to_all` a token is sent once to each replica that has any of its experts, `Choice.destinations` at most, and comes
+back once from each, as the sum over that replica's experts (Megatron-LM's dispatcher "alltoall" sends it once for each
+expert). A replica has c places for the tokens of each other one: all that could choose its experts. Tokens take the first
+of them, in their order; nothing chooses an expert for the places that are left. So results add up in the same order as with
+`gather`, and but for several samples with a split sequence (below) an expert's rows have the same order too.
 
 Without capacity as many rows are sent as were routed, by `lax.ragged_all_to_all`, where XLA has it: not on CPUs (jax
 0.12). There, and where capacity makes c smaller than b s, all c places are sent.
+
+Tokens, and gradients of results, are sent in 8 bits if the group says so (`fp8_rows.py`).
 
 With sequence parallelism each tensor rank sends the tokens of its own part of the sequence, into its own part of the
 places. Each device knows who sends how much: the group gathers all its choices, k integers of a token, in any case.
@@ -28,7 +30,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.ops.expert_choice import Choice
 from megajax.ops.expert_group import AXIS, ExpertGroup, per_shard
+from megajax.ops.fp8_rows import pack, unpack
 from megajax.ops.group_order import combine, dispatch, rows_at, sort_by_group
 from megajax.runtime.compat import vary_over, varying_axes
 
@@ -82,6 +86,7 @@ class Buffers:
       tokens: of one replica and one shard of the sequence, b s / shards.
       room: c / shards, places for them on each replica.
       ragged: whether only the rows that were routed are sent.
+      fp8: as of the group.
     """
 
     residual: P
@@ -90,6 +95,7 @@ class Buffers:
     tokens: int
     room: int
     ragged: bool
+    fp8: bool
 
     def per_shard(self, local: Callable) -> Callable:
         """`local`, (an array sharded as the residual stream, a shard's plan) -> such an array, on each device's shard."""
@@ -130,14 +136,14 @@ class AllToAll:
 
 
 def all_to_all(
-    group: ExpertGroup, experts: jax.Array, count: int, most: int, room: int | None = None
+    group: ExpertGroup, experts: jax.Array, choice: Choice, most: int, room: int | None = None
 ) -> AllToAll | Gather:
     """The exchange of tokens with these choices; with a room for all tokens an all-gather, which sends as much.
 
     Args:
       group: of N replicas.
-      experts: int32 [N b, s, k], all replicas' choices; `count`: a choice that is dropped.
-      count: of all experts.
+      experts: int32 [N b, s, k], all replicas' choices; E: a choice that is dropped.
+      choice: of k of E experts, which all of them are.
       most: tokens of a sample that one replica's experts take.
       room: tokens of a replica's shard that choose experts of another one, no more of which are sent; None: all that could.
     """
@@ -146,9 +152,10 @@ def all_to_all(
         return Gather(group)
     ragged = group.ragged and room is None and most >= length
     room = samples * min(length, most) if room is None else room
-    buffers = Buffers(group.residual, shards, samples, samples * length, room, ragged)
-    owners, sequence = lax.div(experts, count // group.size), _sequence_axis(group.residual)
-    plan = per_shard(partial(_plan, group.size), P(None, sequence), P(sequence))(owners)
+    buffers = Buffers(group.residual, shards, samples, samples * length, room, ragged, group.fp8)
+    owners, sequence = lax.div(experts, choice.count // group.size), _sequence_axis(group.residual)
+    destinations = choice.destinations(group.size)
+    plan = per_shard(partial(_plan, group.size, destinations), P(None, sequence), P(sequence))(owners)
     here = (_by_shard(owners, buffers) == lax.axis_index(AXIS)).any(-1).reshape(-1, buffers.tokens)
     return AllToAll(plan, buffers, *_first_places(here, room))
 
@@ -177,18 +184,19 @@ def _first_places(here: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
     return order.reshape(parts, tokens)[:, :room].reshape(-1), places
 
 
-def _plan(size: int, owners: jax.Array) -> Plan:
+def _plan(size: int, destinations: int, owners: jax.Array) -> Plan:
     """The plan of one shard.
 
     Args:
       size: N.
+      destinations: of a token, at most.
       owners: int32 [N b, s, k], the replica that each choice of the group is sent to; N: none.
     """
-    here, choices = lax.axis_index(AXIS), owners.shape[-1]
+    here = lax.axis_index(AXIS)
     # A token's destinations in order, each once; N for the rest.
-    chosen = jnp.sort(owners.reshape(size, -1, choices), axis=-1)
+    chosen = jnp.sort(owners.reshape(size, -1, owners.shape[-1]), axis=-1)
     again = jnp.pad(chosen[..., 1:] == chosen[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    to = jnp.sort(jnp.where(again, size, chosen), axis=-1)[..., : min(choices, size)]
+    to = jnp.sort(jnp.where(again, size, chosen), axis=-1)[..., :destinations]
     own = lax.dynamic_index_in_dim(to, here, keepdims=False).reshape(-1)
     rows = lambda found: found.sum((1, 2), dtype=jnp.int32)  # noqa: E731
     sent = (own[:, None] == jnp.arange(size)).sum(0, dtype=jnp.int32)
@@ -218,8 +226,10 @@ _collect.defvjp(
 
 def _sent(y: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
     def local(y, plan):
-        rows = dispatch(y.reshape(-1, y.shape[-1]), plan.order, plan.places)
-        return (_ragged_out if buffers.ragged else _padded_out)(rows, plan, buffers.room)
+        tokens = y.reshape(-1, y.shape[-1])
+        rows = dispatch(pack(tokens) if buffers.fp8 else tokens, plan.order, plan.places)
+        sent = (_ragged_out if buffers.ragged else _padded_out)(rows, plan, buffers.room)
+        return unpack(sent, y.shape[-1], y.dtype) if buffers.fp8 else sent
 
     return buffers.per_shard(local)(y, plan)
 

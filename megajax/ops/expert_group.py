@@ -7,7 +7,9 @@ and the other way, by all-to-all.
 
     tokens [b, s, h] -> gather [N b, s, h] -> the replica's experts -> sum_scatter [b, s, h]
 
-Each direction sends (N - 1) b s h elements from a device, of its part of the sequence if tensor splits it. The replicas
+Each direction sends (N - 1) b s h elements from a device, of its part of the sequence if tensor splits it. Tokens, and the
+gradients of results, may be sent in 8 bits (`fp8_rows.py`); results, and the gradients of tokens, are sums and are not
+(DeepSeek-V3, 2412.19437 section 3.3.2). The replicas
 of a group are at the same pipeline stage, so all of them take the same branch of a tick, in which these collectives are
 legal under every schedule.
 """
@@ -21,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+
+from megajax.ops.fp8_rows import pack, rounded, unpack
 
 __all__ = ["AXIS", "WHOLE_GROUP", "ExpertGroup", "per_shard"]
 
@@ -41,6 +45,8 @@ class ExpertGroup:
       dispatch: how tokens get to their experts: "gather", "all_to_all" (`expert_dispatch.py`) or "bucketed"
         (`expert_rounds.py`).
       ragged: whether the devices can send arrays whose sizes are known at run time only (`lax.ragged_all_to_all`).
+      fp8: whether tokens and gradients of results are sent in 8 bits. They are rounded likewise where nothing is sent, so
+        that results do not depend on N.
       serial: whether no collective may run beside a loop with others, as on CPU devices (`pipeline/loops.py`).
     """
 
@@ -49,21 +55,23 @@ class ExpertGroup:
     shards: int = 1
     dispatch: str = "gather"
     ragged: bool = False
+    fp8: bool = False
     serial: bool = False
 
     def gather(self, x: jax.Array) -> jax.Array:
         """All replicas' x of [b, s, h], sharded as `residual`: [N b, s, h]. The gradient is `sum_scatter`'s."""
-        return x if self.size == 1 else _gather(x, self.residual)
+        return x if self.size == 1 and not self.fp8 else _gather(x, self)
 
     def gather_choices(self, x: jax.Array) -> jax.Array:
         """`gather` of a small array, replicated over tensor; of integers, too."""
         if self.size == 1:
             return x
-        return _gather(x, PartitionSpec()) if jnp.issubdtype(x.dtype, jnp.floating) else _gathered(x, PartitionSpec())
+        whole = dataclasses.replace(self, residual=PartitionSpec(), fp8=False)
+        return _gather(x, whole) if jnp.issubdtype(x.dtype, jnp.floating) else _gathered(x, whole)
 
     def sum_scatter(self, x: jax.Array) -> jax.Array:
         """From [N b, s, h], sharded as `residual`, to the sum over the replicas of this one's part: [b, s, h]."""
-        return x if self.size == 1 else _sum_scatter(x, self.residual)
+        return x if self.size == 1 and not self.fp8 else _sum_scatter(x, self)
 
     def local_experts(self, experts: jax.Array, count: int) -> tuple[jax.Array, int]:
         """(the numbers among this replica's experts of those in `experts`, how many it has); other experts: that number.
@@ -83,30 +91,37 @@ WHOLE_GROUP = ExpertGroup()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
-    return _gathered(x, tensor)
+def _gather(x: jax.Array, group: ExpertGroup) -> jax.Array:
+    return _gathered(x, group)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _sum_scatter(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
-    return _summed(x, tensor)
+def _sum_scatter(x: jax.Array, group: ExpertGroup) -> jax.Array:
+    return _summed(x, group)
 
 
 _gather.defvjp(
-    lambda x, tensor: (_gathered(x, tensor), None),
-    lambda tensor, _, gradient: (_summed(gradient, tensor),),
+    lambda x, group: (_gathered(x, group), None),
+    lambda group, _, gradient: (_summed(gradient, group),),
 )
 _sum_scatter.defvjp(
-    lambda x, tensor: (_summed(x, tensor), None),
-    lambda tensor, _, gradient: (_gathered(gradient, tensor),),
+    lambda x, group: (_summed(x, group), None),
+    lambda group, _, gradient: (_gathered(gradient, group),),
 )
 
 
-def _gathered(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
-    return per_shard(lambda x: lax.all_gather(x, AXIS, axis=0, tiled=True), tensor, tensor)(x)
+def _gathered(x: jax.Array, group: ExpertGroup) -> jax.Array:
+    if group.size == 1:
+        return rounded(x)
+
+    def local(x):
+        gathered = lax.all_gather(pack(x) if group.fp8 else x, AXIS, axis=0, tiled=True)
+        return unpack(gathered, x.shape[-1], x.dtype) if group.fp8 else gathered
+
+    return per_shard(local, group.residual, group.residual)(x)
 
 
-def _summed(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
+def _summed(x: jax.Array, group: ExpertGroup) -> jax.Array:
     """Reduce-scatter along axis 0, in fp32 whatever is sent: each part is sent as it is, and added where it arrives.
 
     It sends as many bytes as `lax.psum_scatter`, which rounds N - 1 times in 16 bits, and aborts XLA's CPU compiler there.
@@ -117,7 +132,7 @@ def _summed(x: jax.Array, tensor: PartitionSpec) -> jax.Array:
         parts = parts.reshape(lax.axis_size(AXIS), -1, *x.shape[1:])
         return parts.astype(jnp.float32).sum(0).astype(x.dtype)
 
-    return per_shard(local, tensor, tensor)(x)
+    return x if group.size == 1 else per_shard(local, group.residual, group.residual)(x)
 
 
 def per_shard(function: Callable, in_specs: Any, out_specs: Any) -> Callable:

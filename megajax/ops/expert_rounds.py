@@ -27,13 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.ops.expert_choice import Choice
 from megajax.ops.expert_group import ExpertGroup, per_shard
 from megajax.ops.grouped_matmul import Part
 from megajax.ops.in_place import addend, of_part, whole
 from megajax.ops.order import wait_for_all
 from megajax.runtime.compat import vary_over, varying_axes
 
-__all__ = ["FIRST", "LATER", "ROUNDS", "Rounds", "add_rounds", "balanced_share", "rows_of_balanced"]
+__all__ = ["FIRST", "LATER", "ROUNDS", "Rounds", "add_rounds", "places_of_balanced", "rows_of_balanced"]
 
 FIRST, LATER = 1.5, 0.5  # rows of an exchange, for each row that balanced routing has
 ROUNDS = "rounds"  # the named scope of their loops
@@ -42,14 +43,14 @@ Tree = Any
 Mixture = Callable[..., jax.Array]
 
 
-def balanced_share(experts: int, chosen: int, degree: int) -> float:
-    """The part of a replica's tokens that choose any of another one's experts, with balanced routing."""
-    return 1 - math.comb(experts - experts // degree, chosen) / math.comb(experts, chosen)
+def places_of_balanced(choice: Choice, degree: int) -> float:
+    """Places of the first exchange on another replica, for each token: `FIRST` times those of balanced routing, or all."""
+    return min(1.0, FIRST * choice.balanced_share(degree))
 
 
-def rows_of_balanced(experts: int, chosen: int, degree: int) -> float:
+def rows_of_balanced(choice: Choice, degree: int) -> float:
     """Rows of the first exchange for each row that balanced routing gives a device: `FIRST`, or all that could be there."""
-    return min(FIRST, degree * min(experts // degree, chosen) / chosen)
+    return min(FIRST, degree * choice.most(degree) / choice.chosen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,7 @@ class Rounds:
 
     Attributes:
       group: of N replicas.
-      count: E, of all experts.
-      chosen: k.
+      choice: of k of E experts.
       tokens: T.
       room: tokens of a shard that the first exchange sends to a replica.
       choices: of these tokens, how many are computed.
@@ -67,26 +67,25 @@ class Rounds:
     """
 
     group: ExpertGroup
-    count: int
-    chosen: int
+    choice: Choice
     tokens: int
     room: int
     choices: int
     later: int
 
     @classmethod
-    def of(cls, group: ExpertGroup, count: int, chosen: int, tokens: int) -> "Rounds":
-        """Those for `tokens` tokens of a replica, of `chosen` of `count` experts."""
+    def of(cls, group: ExpertGroup, choice: Choice, tokens: int) -> "Rounds":
+        """Those for `tokens` tokens of a replica."""
         tokens //= group.shards
-        most, each = min(chosen, count // group.size), tokens * chosen / group.size
-        room = min(tokens, math.ceil(FIRST * tokens * balanced_share(count, chosen, group.size)))
+        most, each = choice.most(group.size), tokens * choice.chosen / group.size
+        room = math.ceil(tokens * places_of_balanced(choice, group.size))
         choices = min(tokens * most, math.ceil(FIRST * each))
-        return cls(group, count, chosen, tokens, room, choices, min(tokens, math.ceil(LATER * each / most)))
+        return cls(group, choice, tokens, room, choices, min(tokens, math.ceil(LATER * each / most)))
 
     @property
     def most(self) -> int:
         """Choices of a token that are on one replica, at most."""
-        return min(self.chosen, self.count // self.group.size)
+        return self.choice.most(self.group.size)
 
     @property
     def rows(self) -> int:
@@ -105,8 +104,9 @@ class Rounds:
 
     def numbered(self, experts: jax.Array) -> jax.Array:
         """A replica's choices int32 [b, s, k], 0 to E (none), plus E + 1 times the number of their exchange."""
-        split = experts.reshape(len(experts), self.group.shards, -1, self.chosen).swapaxes(0, 1)
-        owner = lax.div(split.reshape(self.group.shards, self.tokens, self.chosen), self.count // self.group.size)
+        count, chosen = self.choice.count, self.choice.chosen
+        split = experts.reshape(len(experts), self.group.shards, -1, chosen).swapaxes(0, 1)
+        owner = lax.div(split.reshape(self.group.shards, self.tokens, chosen), count // self.group.size)
         to = owner[..., None] == jnp.arange(self.group.size)  # [shards, T, k, N]
         among = lambda found: jnp.where(to, found[:, :, None], 0).sum(-1)  # noqa: E731
         here = to.sum(2, dtype=jnp.int32)
@@ -114,18 +114,18 @@ class Rounds:
         left = (place >= self.choices) | (among(_before((here > 0).astype(jnp.int32), 1)) >= self.room)
         later = (to & left[..., None]).any(2).astype(jnp.int32)
         number = jnp.where(left, 1 + lax.div(among(_before(later, 1)), self.later), 0)
-        number = number.reshape(self.group.shards, len(experts), -1, self.chosen).swapaxes(0, 1).reshape(experts.shape)
-        return experts + (self.count + 1) * number
+        number = number.reshape(self.group.shards, len(experts), -1, chosen).swapaxes(0, 1).reshape(experts.shape)
+        return experts + (count + 1) * number
 
     def exchange(self, numbered: jax.Array, number: int | jax.Array) -> jax.Array:
         """The choices of one exchange; E for the others."""
-        own, base = self.count + 1, lax.stop_gradient(numbered)
-        return jnp.where(lax.div(base, own) == number, lax.rem(base, own), self.count)
+        own, base = self.choice.count + 1, lax.stop_gradient(numbered)
+        return jnp.where(lax.div(base, own) == number, lax.rem(base, own), self.choice.count)
 
     def last(self, numbered: jax.Array) -> jax.Array:
         """int32, the number of the last exchange of the group's gathered choices."""
         return per_shard(lambda x: lax.pmax(vary_over(x, ("tensor",)), "tensor"), P(), P())(
-            lax.div(numbered, self.count + 1).max()
+            lax.div(numbered, self.choice.count + 1).max()
         )
 
 

@@ -22,7 +22,13 @@ from megajax.estimate import model_costs
 from megajax.estimate.attention_kernels import CONTEXT_MERGED
 from megajax.estimate.auto import placements
 from megajax.estimate.communication import step_sends
-from megajax.estimate.expert_dispatch import DispatchSeconds, ExposedSeconds, expert_seconds, with_expert_dispatch
+from megajax.estimate.expert_dispatch import (
+    DispatchSeconds,
+    ExposedSeconds,
+    expert_seconds,
+    sent_bytes,
+    with_expert_dispatch,
+)
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.kept import kept_of_block
 from megajax.estimate.kinds import layers_of_kinds, stage_layer_counts
@@ -185,8 +191,8 @@ class Bounds(MemoryBounds):
         def make() -> tuple[str, tuple[DispatchSeconds, ...]]:
             one = with_expert_dispatch(unscheduled(run, recompute=parallel.recompute), self.gpu)
             kinds = (Kernels(kind.run, self.gpu) for kind in layers_of_kinds(one))
-            sent = (expert_seconds(kind.model, one.parallel, kind.rates, kind.item) for kind in kinds)
-            return one.parallel.expert_dispatch, tuple(sent)
+            times = (expert_seconds(kind.model, one.parallel, kind.rates, kind.item, sent_bytes(run)) for kind in kinds)
+            return one.parallel.expert_dispatch, tuple(times)
 
         return self._shared(("dispatch", own), make)
 

@@ -60,7 +60,7 @@ class Question:
       vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor"; "auto": the better one
         for each layout.
       attention: auto, xla, cudnn or tokamax, as for a run.
-      fp8: whether to consider blocks' matmuls in 8 bits too.
+      fp8: whether to consider blocks' matmuls in 8 bits too; with experts, tokens that are sent to them in 8 bits.
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
       optimizer, ema_decay: as of `TrainConfig`, for the memory and the time of the update.
       freeze: as `TrainConfig.freeze`.
@@ -259,7 +259,7 @@ def _runs(question: Question) -> Iterator[RunConfig]:
 
 
 def bases(question: Question) -> list[RunConfig]:
-    """The run with the options that are not searched, with each type of the blocks' matmuls.
+    """The run with the options that are not searched, with each type of the blocks' matmuls, or of what experts are sent.
 
     Raises:
       ConfigError: a kernel of attention, or matmuls in 8 bits, are asked for and not supported.
@@ -270,7 +270,8 @@ def bases(question: Question) -> list[RunConfig]:
         return [run]
     if (gpu.compute_capability or (0, 0)) < EIGHT_BITS:
         raise ConfigError(f"fp8, but {gpu.name} has no tensor cores for it: omit --fp8.")
-    eight = dataclasses.replace(run, train=dataclasses.replace(run.train, matmul_dtype="fp8"))
+    name = "expert_dispatch_dtype" if getattr(run.model, "experts", 0) else "matmul_dtype"
+    eight = dataclasses.replace(run, train=dataclasses.replace(run.train, **{name: "fp8"}))
     eight.train.validate()
     return [run, eight]
 
@@ -291,6 +292,8 @@ def filters(question: Question) -> dict[str, Filter]:
 def legal_run(question: Question, base: RunConfig, fields: Fields) -> RunConfig | None:
     """The run with these fields of its layout, with attention and dispatch resolved; None if it is not legal."""
     dispatch = {} if fields["expert"] > 1 else {"expert_dispatch": "gather"}
+    if dispatch and base.train.expert_dispatch_dtype:  # nothing is sent
+        return None
     run = base.with_layout(**fields | dispatch)
     if not passes(run.parallel.validate, run.validate_together):  # its model and training are legal by themselves
         return None

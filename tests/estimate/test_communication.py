@@ -123,10 +123,13 @@ def test_expert_groups_send_all_tokens():
 DENSE = ModelConfig(layers=2, hidden=64, heads=4, vocabulary=128, sequence_length=64)
 
 
-def compiled(axis: str, kind: str = "", model: ModelConfig = DENSE, **parallel) -> tuple[list[float], float]:
+def compiled(
+    axis: str, kind: str = "", model: ModelConfig = DENSE, dispatched: str | None = None, **parallel
+) -> tuple[list[float], float]:
     """(the formulas for `axis`, bytes sent along it by collectives of a kind, or all) of a run compiled for CPU devices."""
     layout = ParallelConfig(**parallel)
-    run = RunConfig(model, layout, TrainConfig(global_batch_size=2 * layout.data, precision="fp32"))
+    train = TrainConfig(global_batch_size=2 * layout.data, precision="fp32", expert_dispatch_dtype=dispatched)
+    run = RunConfig(model, layout, train)
     run.validate()
     shape = tuple(layout.mesh_sizes.values())
     found = hlo.read(
@@ -155,11 +158,12 @@ def test_replicas_send_what_the_formulas_say(zero):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "fp8"])
 @pytest.mark.parametrize("dispatch", ["gather", "all_to_all"])
-def test_replicas_that_split_experts_send_what_the_formulas_say(dispatch):
+def test_replicas_that_split_experts_send_what_the_formulas_say(dispatch, dtype):
     """With capacity: without, a CPU's all-to-all has room for more rows than were routed."""
     model = dataclasses.replace(DENSE, experts=4, expert_capacity=1.0, feedforward=32, biases=False)
-    formulas, sent = compiled("expert", model=model, data=8, expert=4, expert_dispatch=dispatch)
+    formulas, sent = compiled("expert", model=model, dispatched=dtype, data=8, expert=4, expert_dispatch=dispatch)
     # 64 tokens to three replicas, of two layers and microbatches: two choices' numbers and weights in forward and backward,
     # and the weights' gradients.
     choices = 3 * 64 * 2 * 2 * (2 * 2 * (4 + 4) + 2 * 4)

@@ -11,6 +11,7 @@ from megajax.estimate.expert_dispatch import (
     dispatch_times,
     dispatches,
     expert_seconds,
+    sent_bytes,
     sent_share,
     with_expert_dispatch,
 )
@@ -78,6 +79,21 @@ def test_seconds_of_both_dispatches_by_hand():
     full = times("all_to_all", 1.0, **apart)
     assert full == pytest.approx([4 * tokens / 4 / adapter + START + NETWORK_HOP] * 2)
     assert times("gather", expert=1) == (0, 0)
+
+
+def test_tokens_in_8_bits_by_hand():
+    """Three of five exchanges: tokens, tokens again, and gradients of results; 1 + 1/128 bytes of an element, not 2."""
+    for dispatch, kinds in (("gather", (GATHER, "all-to-all")), ("bucketed", ("all-to-all",) * 2)):
+        run = run_of(dispatch)
+        costs = model_costs(run.model)
+        eight = dataclasses.replace(run, train=dataclasses.replace(run.train, expert_dispatch_dtype="fp8"))
+        assert sent_bytes(run) == 2 and sent_bytes(eight) == 1 + 1 / 128
+        there, back, *_ = dispatches(costs, run.parallel, 2, sent_bytes(eight))
+        plain = dispatches(costs, run.parallel, 2)[0].each
+        assert (there.kind, back.kind) == kinds
+        assert (there.forward, there.backward, back.forward, back.backward) == (1, 2, 1, 1)
+        assert (there.each, back.each) == pytest.approx((plain * (1 + 1 / 128) / 2, plain))
+        assert step_time(eight, H100).total < step_time(run, H100).total
 
 
 @pytest.mark.parametrize(

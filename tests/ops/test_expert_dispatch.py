@@ -10,19 +10,22 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from megajax.ops.expert_choice import Choice
 from megajax.ops.expert_dispatch import all_to_all
 from megajax.ops.expert_group import ExpertGroup
 
 REPLICAS, TENSOR, SAMPLES, LENGTH, WIDTH, CHOICES, EXPERTS = 4, 2, 2, 6, 3, 3, 8
 GROUP = ExpertGroup(REPLICAS, P(None, "tensor", None), TENSOR, "all_to_all")
+ANY, OF_A_GROUP = Choice(EXPERTS, CHOICES), Choice(EXPERTS, CHOICES, groups=2)  # of a group: on two replicas at most
 WHOLE = ExpertGroup(REPLICAS, P(), 1, "all_to_all")
 
 
-def drawn_choices():
+def drawn_choices(choice):
     """Experts of [N b, s, k] tokens: each token's differ, none chooses the last replica's, and some are dropped."""
     draw = np.random.default_rng(1)
     shape = REPLICAS * SAMPLES, LENGTH
-    chosen = np.stack([draw.permutation(EXPERTS - 2)[:CHOICES] for _ in range(np.prod(shape))]).reshape(*shape, -1)
+    any_of = EXPERTS - 2 if choice.groups == 1 else EXPERTS // choice.groups  # those of the first group, or nearly all
+    chosen = np.stack([draw.permutation(any_of)[:CHOICES] for _ in range(np.prod(shape))]).reshape(*shape, -1)
     chosen[0] = [0, 1, 2]  # a sample that is sent to two replicas
     return np.where(draw.random(chosen.shape) < 0.2, EXPERTS, chosen).astype(np.int32)
 
@@ -60,11 +63,18 @@ def ragged_by_gathering(operand, output, input_offsets, send_sizes, output_offse
 
 
 @pytest.mark.parametrize(
-    ("group", "most", "ragged"), [(GROUP, LENGTH, False), (GROUP, LENGTH, True), (WHOLE, 4, False)]
+    ("group", "most", "ragged", "choice"),
+    [
+        (GROUP, LENGTH, False, ANY),
+        (GROUP, LENGTH, True, ANY),
+        (WHOLE, 4, False, ANY),
+        (GROUP, LENGTH, False, OF_A_GROUP),
+        (GROUP, LENGTH, True, OF_A_GROUP),
+    ],
 )
-def test_tokens_are_sent_where_they_chose_an_expert(monkeypatch, group, most, ragged):
+def test_tokens_are_sent_where_they_chose_an_expert(monkeypatch, group, most, ragged, choice):
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_by_gathering)
-    group, draw, chosen = dataclasses.replace(group, ragged=ragged), np.random.default_rng(0), drawn_choices()
+    group, draw, chosen = dataclasses.replace(group, ragged=ragged), np.random.default_rng(0), drawn_choices(choice)
     room = SAMPLES * min(LENGTH // group.shards, most)
     if most < LENGTH:  # of each sample, the first that any replica may take
         for sample, replica in np.ndindex(len(chosen), REPLICAS):
@@ -75,7 +85,7 @@ def test_tokens_are_sent_where_they_chose_an_expert(monkeypatch, group, most, ra
     back = draw.normal(size=places).astype(np.float32)
 
     def everything(chosen, x, back):
-        exchange = all_to_all(group, lax.all_gather(chosen, "expert", tiled=True), EXPERTS, most)
+        exchange = all_to_all(group, lax.all_gather(chosen, "expert", tiled=True), choice, most)
         sent, send_transpose = jax.vjp(exchange.send, x)
         summed, collect_transpose = jax.vjp(exchange.collect, back)
         all_choices = lax.all_gather(chosen, "expert", tiled=True)

@@ -18,6 +18,7 @@ from megajax.estimate import collective_order
 from megajax.models.interface import ModelContext
 from megajax.models.moe import Experts, Router
 from megajax.ops import expert_rounds
+from megajax.ops.expert_choice import Choice
 from megajax.ops.expert_group import ExpertGroup
 from megajax.ops.expert_rounds import Rounds
 from megajax.ops.grouped_matmul import INTERPRETED, XLA, GroupedMatmuls
@@ -105,7 +106,7 @@ def test_any_load_equals_the_dense_reference(monkeypatch, kernel, first):
     With room for 1.5 times balanced loads all tokens of a replica have places on each other one, which gathers them then.
     """
     monkeypatch.setattr(expert_rounds, "FIRST", first)
-    gathers = expert_rounds.Rounds.of(ExpertGroup(REPLICAS, shards=TENSOR), EXPERTS, CHOICES, SAMPLES * LENGTH)
+    gathers = expert_rounds.Rounds.of(ExpertGroup(REPLICAS, shards=TENSOR), Choice(EXPERTS, CHOICES), SAMPLES * LENGTH)
     assert (gathers.room == gathers.tokens) == (first == 1.5) and not gathers.suffices
     monkeypatch.setattr(Router, "__call__", lambda self, y, microbatch: (microbatch["weights"], microbatch["experts"]))
     values, gradient = drawn()
@@ -126,7 +127,7 @@ def test_rounds_that_members_of_a_group_may_count_differently_are_found(monkeypa
 
     def of_own(self, numbered):
         own = lax.dynamic_slice_in_dim(numbered, SAMPLES * lax.axis_index("expert"), SAMPLES)
-        return (own // (self.count + 1)).max()
+        return (own // (self.choice.count + 1)).max()
 
     monkeypatch.setattr(Rounds, "last", of_own)
     values, gradient = drawn()
@@ -134,20 +135,28 @@ def test_rounds_that_members_of_a_group_may_count_differently_are_found(monkeypa
     assert not verdict.consistent and "which may differ between" in str(verdict)
 
 
-SIZES = [(4, 1, 2, 8, 12), (2, 2, 3, 8, 5), (8, 1, 1, 8, 6), (4, 2, 6, 8, 9)]  # N, shards, k, E, T of a shard
+# N, shards, T of a shard
+SIZES = [
+    (4, 1, Choice(8, 2), 12),
+    (2, 2, Choice(8, 3), 5),
+    (8, 1, Choice(8, 1), 6),
+    (4, 2, Choice(8, 6), 9),
+    (4, 1, Choice(8, 2, 4, 1), 11),  # the scores below do not keep to groups: their numbers only have less room
+]
 
 
 @functools.cache
 def numbering(size):
-    replicas, shards, chosen, count, tokens = size
-    rounds = Rounds.of(ExpertGroup(replicas, P(), shards), count, chosen, tokens * shards)
+    replicas, shards, choice, tokens = size
+    rounds = Rounds.of(ExpertGroup(replicas, P(), shards), choice, tokens * shards)
     return rounds, jax.jit(rounds.numbered)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_each_choice_is_in_one_exchange_that_has_room_for_it(data):
-    replicas, shards, chosen, count, tokens = size = data.draw(st.sampled_from(SIZES))
+    replicas, shards, choice, tokens = size = data.draw(st.sampled_from(SIZES))
+    chosen, count = choice.chosen, choice.count
     rounds, number_of = numbering(size)
     draw = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     favour = data.draw(st.sampled_from([0.0, 1.0, 8.0]))  # of the first experts

@@ -269,6 +269,19 @@ def test_matmuls_in_8_bits_are_considered_where_they_are_asked_for():
         fastest(dataclasses.replace(question, fp8=True, gpu=find_gpu("a100-80gb")))
 
 
+def test_tokens_in_8_bits_are_considered_where_they_are_sent():
+    """And not for layouts that send none, which only would round them."""
+    model = dataclasses.replace(preset("olmoe-1b-7b"), layers=2)
+    question = dataclasses.replace(
+        QUESTION, model=model, gpus=4, schedules=FEW[:1], zero=(1,), global_batch=16, fp8=True
+    )
+    found = search(question)
+    eight = [one.run for one in found if one.run.train.expert_dispatch_dtype == "fp8"]
+    assert {run.parallel.expert for run in eight} == {one.run.parallel.expert for one in found} - {1}
+    assert all(one.run.train.matmul_dtype is None for one in found)
+    assert fastest(question).time.total == found[0].time.total
+
+
 def test_memory_of_dense_and_sparse_layers_is_bounded_closely():
     """Three of DeepSeek-V3's 61 layers are dense: a rank's share of them says nothing of the experts that it holds."""
     question = dataclasses.replace(QUESTION, model=preset("deepseek-v3"), gpus=1024, global_batch=15360)

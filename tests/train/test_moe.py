@@ -160,6 +160,14 @@ def test_dispatch_by_all_to_all(config, case, dispatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["gather", "all_to_all", "bucketed"])
+@pytest.mark.parametrize("case", [((4, 2, 1), "zb_v", 2, 4), ((4, 1, 2), "1f1b", 1, 4)], ids=str)
+def test_routing_limited_to_groups_of_experts(case, dispatch):
+    """A token is sent to two of four replicas at most, though it has three experts."""
+    check(dense_experts.GROUPED, (*case, {"expert": 4, "expert_dispatch": dispatch}))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"expert": 2, "expert_dispatch": "all_to_all"}], ids=str)
 def test_inputs_of_experts_are_weighted(how):
     """As Llama 4's are."""
