@@ -97,12 +97,11 @@ class ExpertKernels(Kernels):
         if not by_all_to_all(self.model.experts, parallel):
             passes = passes or SUMMED_PASSES[backward] * self.received
         else:
-            sent = self.model.experts.choice.destinations(degree)
-            passes += RECEIVED_PASSES[backward] * self.received + SENT_PASSES[backward] * sent
-        if (sent_item := sent_bytes(self.run)) < self.item:
-            passes += (
-                PASSES_IN_8_BITS[backward] * self.received * (sent_item / self.item - 1) + ROUNDING_PASSES[backward]
-            )
+            to = self.model.experts.choice.destinations(degree)
+            passes += RECEIVED_PASSES[backward] * self.received + SENT_PASSES[backward] * to
+        if (sent := sent_bytes(self.run)) < self.item:
+            passes -= PASSES_IN_8_BITS[backward] * self.received * (1 - sent / self.item)
+            passes += ROUNDING_PASSES[backward]
         return passes * self.model.hidden / self.split
 
     @functools.cached_property

@@ -40,9 +40,7 @@ class Choice:
         """On how many of `degree` replicas the experts of a token are, at most."""
         size, own = self.count // self.groups, self.count // degree
         nested = size % own == 0 or own % size == 0
-        spanned = (
-            max(1, size // own) if nested else (size + own - 2) // own + 1
-        )  # replicas that have experts of a group
+        spanned = max(1, size // own) if nested else (size + own - 2) // own + 1  # replicas with experts of a group
         return min(self.chosen, degree, self.groups_chosen * spanned)
 
     def balanced_share(self, degree: int) -> float:
