@@ -113,21 +113,23 @@ def expert_seconds(
     A backward needs the tokens that are sent again for its last matmuls only, unless it computes its forward again. For its
     output's gradient all that it computes waits. In a merged tick the other pass could hide that, but XLA's scheduler
     starts with it, and with choices, and with the tokens that are gathered again if a backward has rounds, which read both.
-    The other exchanges have the other pass's matmuls beside them. With full recomputation there are few matmuls to put
-    there: only the forward's results return beside the weights' gradients. With tensor parallelism, too, less is hidden:
-    collectives of the tensor group are beside the same matmuls, and with two ranks one may start at a time.
+    The other exchanges have the other pass's matmuls beside them. With full recomputation and all-gathers there are few
+    matmuls to put there: only the forward's results return beside the weights' gradients. All-to-alls are shorter, and one
+    of five is exposed (read off DeepSeek-V3's program). With tensor parallelism, too, less is hidden: collectives of the
+    tensor group are beside the same matmuls, and with two ranks one may start at a time.
     """
     times = [(one, one.seconds(parallel, rates)) for one in dispatches(model, parallel, item, sent)]
     forward, backward = (sum(getattr(one, name) * each for one, each in times) for name in ("forward", "backward"))
     both, tokens = forward + backward, [each for one, each in times if one.what == TOKENS]
     if parallel.tensor > 1 or not tokens:
         return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward, (1 - TENSOR_HIDDEN) * both))
-    first, last = tokens[0], tokens[-1]  # sending tokens, and results back
+    first, last, gathered = tokens[0], tokens[-1], times[0][0].kind == GATHER  # sending tokens, and results back
     if parallel.recompute == "full":
-        return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward, both - last))
+        merged = both - last if gathered else first
+        return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward, merged))
     choices = sum((one.forward + one.backward) * each for one, each in times if one.what == CHOICES)
     again = first * (parallel.recompute != "none")
-    together = again * (parallel.expert_dispatch == "bucketed" and times[0][0].kind == GATHER)
+    together = again * (parallel.expert_dispatch == "bucketed" and gathered)
     merged = min(both, first + together + choices)
     return DispatchSeconds(forward, backward, ExposedSeconds(forward, backward - again, merged))
 
