@@ -172,7 +172,7 @@ def collectives_in_flight(parallel: ParallelConfig) -> int:
     step (Llama 3.1 8B on H100s, Qwen2.5 1.5B on RTX 4090s).
 
     Exchanges of rows with experts take as long as several matmuls. Where XLA knows the times of all instructions
-    (`latency_estimates` roofline), it takes two of them in flight to run at the same time, and puts both behind the same
+    (`ParallelConfig.exchanges_timed`), it takes two of them in flight to run at the same time, and puts both behind the same
     matmuls; one at a time has its own. Of two layers of DeepSeek-V3 on 16 H100s 95 ms of collectives are exposed, of 145 by
     XLA's own times, in a step of 1.2 s. Without the times one at a time takes 2% more of that step.
 
@@ -180,8 +180,7 @@ def collectives_in_flight(parallel: ParallelConfig) -> int:
     they run one after the other in the order of the program, which is the same on all devices (tests/collective_order.py).
     Only sends between stages are on a stream of their own, with any limit; `gpu_environment.LAUNCH_ORDER` is for these two.
     """
-    exchanges_timed = parallel.expert > 1 and parallel.tensor == 1 and parallel.latency_estimates == "roofline"
-    return 1 if exchanges_timed or parallel.tensor == 2 and parallel.zero < 3 else 4
+    return 1 if parallel.exchanges_timed or parallel.tensor == 2 and parallel.zero < 3 else 4
 
 
 def step_options(parallel: ParallelConfig, device: jax.Device) -> dict[str, int]:

@@ -51,24 +51,35 @@ def test_blocks_with_collectives_have_a_profile_where_matmuls_work_in_place(esti
 
 
 @pytest.mark.parametrize(
-    ("gpu", "model", "tensor", "estimates", "known", "twice"),
+    ("gpu", "model", "tensor", "estimates", "known", "twice", "more"),
     [
-        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "model", True, False),
-        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "roofline", True, True),
-        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "xla", False, False),
-        ("NVIDIA H100 80GB HBM3", "gpt3-175b", 16, "model", False, True),  # two hosts
-        ("NVIDIA H100 80GB HBM3", "gpt3-175b", 16, "xla", False, False),
-        ("NVIDIA A100-SXM4-80GB", "gpt3-13b", 8, "model", False, False),
-        ("NVIDIA A100-SXM4-80GB", "gpt3-175b", 16, "model", False, True),
-        ("NVIDIA H100 80GB HBM3", "mixtral-8x7b", 2, "model", True, False),
-        ("cpu", "gpt3-13b", 8, "roofline", False, False),
+        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "model", True, False, {}),
+        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "roofline", True, True, {}),
+        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "xla", False, False, {}),
+        ("NVIDIA H100 80GB HBM3", "gpt3-175b", 16, "model", False, True, {}),  # two hosts
+        ("NVIDIA H100 80GB HBM3", "gpt3-175b", 16, "xla", False, False, {}),
+        ("NVIDIA A100-SXM4-80GB", "gpt3-13b", 8, "model", False, False, {}),
+        ("NVIDIA A100-SXM4-80GB", "gpt3-175b", 16, "model", False, True, {}),
+        ("NVIDIA H100 80GB HBM3", "mixtral-8x7b", 2, "model", True, False, {}),
+        ("NVIDIA H100 80GB HBM3", "mixtral-8x7b", 1, "model", True, False, {"data": 8, "expert": 8}),
+        (
+            "NVIDIA H100 80GB HBM3",
+            "mixtral-8x7b",
+            1,
+            "model",
+            True,
+            True,
+            {"data": 8, "expert": 8, "recompute": "full"},
+        ),
+        ("NVIDIA H100 80GB HBM3", "mixtral-8x7b", 1, "xla", True, False, {"data": 8, "expert": 8, "recompute": "full"}),
+        ("cpu", "gpt3-13b", 8, "roofline", False, False, {}),
     ],
 )
-def test_which_steps_have_which_times(gpu, model, tensor, estimates, known, twice, monkeypatch):
+def test_which_steps_have_which_times(gpu, model, tensor, estimates, known, twice, more, monkeypatch):
     """XLA knows the times of matmuls, with which merged ticks wait for the stash; and the step is compiled twice."""
     monkeypatch.setattr(compat, "jaxlib_version", lambda: (0, 12, 0, 1))
     device = types.SimpleNamespace(platform="cpu" if gpu == "cpu" else "gpu", device_kind=gpu)
-    layout = ParallelConfig(tensor=tensor, pipe=2, schedule="eager_1f1b", latency_estimates=estimates)
+    layout = ParallelConfig(tensor=tensor, pipe=2, schedule="eager_1f1b", latency_estimates=estimates, **more)
     run = RunConfig(preset(model), layout, TrainConfig(global_batch_size=16))
     arguments, step = (StepProgram.of(run), device, GPT(run.model)), jax.jit(lambda x: x)
     assert latency_estimates.knows_matmuls(*arguments) == known
