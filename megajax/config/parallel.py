@@ -110,8 +110,8 @@ class ParallelConfig:
     latency_estimates: str = setting(
         "model",
         "on GPUs, the times by which XLA decides what overlaps a collective; roofline: all are estimated from the compiled "
-        "step, which is then compiled once more; xla: its own; model: as roofline where a tensor group spans hosts, "
-        "or blocks with expert parallelism are recomputed, else its own, and estimates of what it is wrong about",
+        "step, which is then compiled once more; xla: its own; model: as roofline where a tensor group spans hosts, or "
+        "tokens go by all-to-all to experts of recomputed blocks, else its own, and estimates of what it is wrong about",
         ("model", "xla", "roofline"),
     )
     axis_order: tuple[str, ...] = setting(
@@ -167,13 +167,6 @@ class ParallelConfig:
     def ring_ranks(self) -> int:
         """Ranks between whose parts of a sample attention's products are split; 1: a product has whole samples."""
         return 1 if self.context_exchange == "all_to_all" else self.context
-
-    @property
-    def exchanges_timed(self) -> bool:
-        """Whether XLA knows the times of all instructions where tokens are exchanged (`estimate/merged_ticks.py`)."""
-        by_default = self.recompute == "full" and self.pipe > 1 and self.zero < 3 and not self.rings
-        known = self.latency_estimates == "roofline" or self.latency_estimates == "model" and by_default
-        return known and self.expert > 1 and self.tensor == 1
 
     def replaced(self, **fields: Any) -> "ParallelConfig":
         """As `dataclasses.replace`, in a tenth of its time: a search makes hundreds of thousands of layouts.

@@ -19,6 +19,7 @@ its own; the lists are those of Llama 2 7B, 3 8B and 3.1 405B, GPT-3 6.7B, 13B a
 from typing import NamedTuple
 
 from megajax.config import RunConfig
+from megajax.estimate.expert_dispatch import by_all_to_all
 from megajax.estimate.gpus import Gpu
 from megajax.estimate.rates import in_a_host
 from megajax.models.costs import ModelCosts
@@ -49,18 +50,32 @@ def has_latencies(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bool:
 def has_all_latencies(run: RunConfig, gpu: Gpu, costs: ModelCosts) -> bool:
     """Whether a step is compiled twice, the second time with the times of all instructions of the first program.
 
-    With `latency_estimates` roofline, and by default where a tensor group spans hosts, or where blocks that exchange tokens
-    with experts are recomputed. Between hosts collectives take nearly as long as matmuls, and by its own times XLA's
-    scheduler orders the same block well in one program and badly in another: of Llama 3.1 405B's on 8,192 H100s 2.0 ms of
-    collectives are exposed with 8 stages, and 4.1 ms with 16; by these times 2.1 ms with either (`python -m
-    benchmarks.compiled questions --question 405b --best 3`). Two layers of DeepSeek-V3 on 16 H100s take 1.157 s instead of
-    1.207. `costs` are the model's.
+    With `latency_estimates` roofline, by default where a tensor group spans hosts, and with `exchanges_timed`. Between hosts
+    collectives take nearly as long as matmuls, and by its own times XLA's scheduler orders the same block well in one
+    program and badly in another: of Llama 3.1 405B's on 8,192 H100s 2.0 ms of collectives are exposed with 8 stages, and 4.1
+    ms with 16; by these times 2.1 ms with either (`python -m benchmarks.compiled questions --question 405b --best 3`).
+    `costs` are the model's.
     """
     parallel = run.parallel
     spans_hosts = parallel.tensor > 1 and not in_a_host(parallel, gpu, parallel.tensor, "tensor")
     by_default = spans_hosts and parallel.zero < 3 and not parallel.rings and costs.experts is None
-    by_default |= costs.experts is not None and parallel.exchanges_timed
-    return parallel.latency_estimates == "roofline" or parallel.latency_estimates == "model" and by_default
+    by_default = parallel.latency_estimates == "model" and by_default
+    return parallel.latency_estimates == "roofline" or by_default or exchanges_timed(run, costs)
+
+
+def exchanges_timed(run: RunConfig, costs: ModelCosts) -> bool:
+    """Whether XLA knows how long exchanges with experts take, of which one at a time is in flight then.
+
+    With `latency_estimates` roofline, and by default where blocks that send tokens by all-to-all are recomputed: two layers
+    of DeepSeek-V3 on 16 H100s take 1.157 s instead of 1.207. Where tokens are gathered (Qwen3-235B-A22B in groups of four) a
+    step took 0.7% longer, with selective recomputation (Mixtral 8x7B) 0.3% less. `costs` are the model's.
+    """
+    parallel = run.parallel
+    if costs.experts is None or parallel.expert == 1 or parallel.tensor > 1:
+        return False
+    merged = parallel.pipe > 1 and parallel.recompute == "full" and parallel.zero < 3 and not parallel.rings
+    by_default = parallel.latency_estimates == "model" and merged and by_all_to_all(costs.experts, parallel)
+    return parallel.latency_estimates == "roofline" or by_default
 
 
 class ExposedPart(NamedTuple):

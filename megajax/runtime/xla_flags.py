@@ -162,7 +162,7 @@ def gpu_flags(users: str) -> tuple[str, tuple[str, ...]]:
     return _with_flags(given, [flag for flag in GPU_FLAGS if flag not in unknown]), omitted
 
 
-def collectives_in_flight(parallel: ParallelConfig) -> int:
+def collectives_in_flight(parallel: ParallelConfig, exchanges_timed: bool = False) -> int:
     """How many collectives XLA's scheduler may start before the first one ends.
 
     Four instead of one: in a merged tick one of a forward and one of a backward wait for matmuls at the same time, and the
@@ -172,18 +172,18 @@ def collectives_in_flight(parallel: ParallelConfig) -> int:
     step (Llama 3.1 8B on H100s, Qwen2.5 1.5B on RTX 4090s).
 
     Exchanges of rows with experts take as long as several matmuls. Where XLA knows the times of all instructions
-    (`ParallelConfig.exchanges_timed`), it takes two of them in flight to run at the same time, and puts both behind the same
-    matmuls; one at a time has its own. Of two layers of DeepSeek-V3 on 16 H100s 95 ms of collectives are exposed, of 145 by
-    XLA's own times, in a step of 1.2 s. Without the times one at a time takes 2% more of that step.
+    (`estimate.merged_ticks.exchanges_timed`), it takes two of them in flight to run at the same time, and puts both behind
+    the same matmuls; one at a time has its own. Of two layers of DeepSeek-V3 on 16 H100s 95 ms of collectives are exposed,
+    of 145 by XLA's own times, in a step of 1.2 s. Without the times one at a time takes 2% more of that step.
 
     In flight is not at the same time: XLA has one stream for them unless multi-streaming is on (openxla/xla#17749), where
     they run one after the other in the order of the program, which is the same on all devices (tests/collective_order.py).
     Only sends between stages are on a stream of their own, with any limit; `gpu_environment.LAUNCH_ORDER` is for these two.
     """
-    return 1 if parallel.exchanges_timed or parallel.tensor == 2 and parallel.zero < 3 else 4
+    return 1 if exchanges_timed or parallel.tensor == 2 and parallel.zero < 3 else 4
 
 
-def step_options(parallel: ParallelConfig, device: jax.Device) -> dict[str, int]:
+def step_options(parallel: ParallelConfig, device: jax.Device, exchanges_timed: bool = False) -> dict[str, int]:
     """XLA's options of one run's training step; a flag in XLA_FLAGS replaces each.
 
     With collective matmuls none are merged: XLA would compute several of a ring's matmuls as one when the last part has
@@ -191,10 +191,11 @@ def step_options(parallel: ParallelConfig, device: jax.Device) -> dict[str, int]
 
     Args:
       device: one of the run's.
+      exchanges_timed: as of `collectives_in_flight`.
     """
     if not updates_in_place(device):
         return {}
-    options = {COLLECTIVES_IN_FLIGHT: collectives_in_flight(parallel)}
+    options = {COLLECTIVES_IN_FLIGHT: collectives_in_flight(parallel, exchanges_timed)}
     if "tensor_overlap" in parallel.rings:
         options[MERGED_MATMULS] = 0
     given = {_name(flag) for flag in os.environ.get("XLA_FLAGS", "").split()}

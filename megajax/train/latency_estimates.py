@@ -13,12 +13,13 @@ import jax
 
 from megajax.estimate.gpus import gpu_of
 from megajax.estimate.latency_profile import profile_of_program, profile_of_run
-from megajax.estimate.merged_ticks import has_all_latencies, has_latencies
+from megajax.estimate.merged_ticks import exchanges_timed, has_all_latencies, has_latencies
 from megajax.models.interface import PipelineModel
 from megajax.pipeline.program import StepProgram
 from megajax.runtime.compat import PROFILE_OPTION, updates_in_place
+from megajax.runtime.xla_flags import step_options
 
-__all__ = ["ProfiledJit", "knows_matmuls", "latency_options", "with_latencies"]
+__all__ = ["ProfiledJit", "compiler_options", "knows_matmuls", "latency_options", "with_latencies"]
 
 
 # XLA warns of each instruction that a profile does not have.
@@ -34,6 +35,12 @@ def knows_matmuls(program: StepProgram, device: jax.Device, model: PipelineModel
         return False
     costs = model.costs()
     return costs.experts is not None or has_latencies(program.run, gpu_of(device), costs)
+
+
+def compiler_options(program: StepProgram, device: jax.Device, model: PipelineModel) -> dict[str, Any]:
+    """All of XLA's options of a run's step; arguments as for `latency_options`."""
+    of_run = step_options(program.run.parallel, device, exchanges_timed(program.run, model.costs()))
+    return of_run | latency_options(program, device, model)
 
 
 def latency_options(program: StepProgram, device: jax.Device, model: PipelineModel) -> dict[str, bytes | str]:

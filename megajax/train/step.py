@@ -32,14 +32,13 @@ from megajax.pipeline.parameters import group_blocks, initial_params, parameter_
 from megajax.pipeline.program import StepProgram
 from megajax.pipeline.trained import merge, only_trained, split, trained_mask
 from megajax.runtime.compat import updates_in_place
-from megajax.runtime.xla_flags import step_options
 from megajax.schedules.registry import make_schedule
 from megajax.sharding.optimizer_state import state_specs
 from megajax.sharding.rules import AxisRules
 from megajax.sharding.whole_layers import on_whole_layers
 from megajax.train.continuous import Continuous
 from megajax.train.deadlocks import with_check
-from megajax.train.latency_estimates import knows_matmuls, latency_options, with_latencies
+from megajax.train.latency_estimates import compiler_options, knows_matmuls, with_latencies
 from megajax.train.lr_schedule import Schedule, learning_rate
 from megajax.train.optimizer import MakeOptimizer, make_optimizer, samples_trained
 from megajax.train.precision import cast_frozen, compute_dtype, make_loss_scale, shared_apart, to_compute, uncast
@@ -206,7 +205,7 @@ class Training:
             in_shardings=(state, self.batch_sharding, *more),
             out_shardings=(state, NamedSharding(self.mesh, P())),
             donate_argnums=0,
-            compiler_options=step_options(self.run.parallel, self.device) | latency_options(*described),
+            compiler_options=compiler_options(*described),
         )
         return self.checked(with_latencies(step, *described))
 

@@ -50,28 +50,28 @@ def test_blocks_with_collectives_have_a_profile_where_matmuls_work_in_place(esti
     assert latency_estimates.latency_options(StepProgram.of(run), jax.devices("cpu")[0], GPT(run.model)) == {}
 
 
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+MIXTRAL = {"data": 8, "expert": 8, "expert_dispatch": "bucketed"}
+AGAIN = MIXTRAL | {"recompute": "full"}
+
+
 @pytest.mark.parametrize(
     ("gpu", "model", "tensor", "estimates", "known", "twice", "more"),
     [
-        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "model", True, False, {}),
-        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "roofline", True, True, {}),
-        ("NVIDIA H100 80GB HBM3", "gpt3-13b", 8, "xla", False, False, {}),
-        ("NVIDIA H100 80GB HBM3", "gpt3-175b", 16, "model", False, True, {}),  # two hosts
-        ("NVIDIA H100 80GB HBM3", "gpt3-175b", 16, "xla", False, False, {}),
-        ("NVIDIA A100-SXM4-80GB", "gpt3-13b", 8, "model", False, False, {}),
-        ("NVIDIA A100-SXM4-80GB", "gpt3-175b", 16, "model", False, True, {}),
-        ("NVIDIA H100 80GB HBM3", "mixtral-8x7b", 2, "model", True, False, {}),
-        ("NVIDIA H100 80GB HBM3", "mixtral-8x7b", 1, "model", True, False, {"data": 8, "expert": 8}),
-        (
-            "NVIDIA H100 80GB HBM3",
-            "mixtral-8x7b",
-            1,
-            "model",
-            True,
-            True,
-            {"data": 8, "expert": 8, "recompute": "full"},
-        ),
-        ("NVIDIA H100 80GB HBM3", "mixtral-8x7b", 1, "xla", True, False, {"data": 8, "expert": 8, "recompute": "full"}),
+        (H100, "gpt3-13b", 8, "model", True, False, {}),
+        (H100, "gpt3-13b", 8, "roofline", True, True, {}),
+        (H100, "gpt3-13b", 8, "xla", False, False, {}),
+        (H100, "gpt3-175b", 16, "model", False, True, {}),  # two hosts
+        (H100, "gpt3-175b", 16, "xla", False, False, {}),
+        (A100, "gpt3-13b", 8, "model", False, False, {}),
+        (A100, "gpt3-175b", 16, "model", False, True, {}),
+        (H100, "mixtral-8x7b", 2, "model", True, False, {}),
+        (H100, "mixtral-8x7b", 1, "model", True, False, MIXTRAL),
+        (H100, "mixtral-8x7b", 1, "roofline", True, True, MIXTRAL),
+        (H100, "mixtral-8x7b", 1, "model", True, True, AGAIN),
+        (H100, "mixtral-8x7b", 1, "xla", True, False, AGAIN),
+        (H100, "mixtral-8x7b", 1, "model", True, False, AGAIN | {"expert_dispatch": "gather"}),
+        (H100, "mixtral-8x7b", 1, "model", True, False, AGAIN | {"zero": 3}),
         ("cpu", "gpt3-13b", 8, "roofline", False, False, {}),
     ],
 )
@@ -84,6 +84,9 @@ def test_which_steps_have_which_times(gpu, model, tensor, estimates, known, twic
     arguments, step = (StepProgram.of(run), device, GPT(run.model)), jax.jit(lambda x: x)
     assert latency_estimates.knows_matmuls(*arguments) == known
     assert (latency_estimates.with_latencies(step, *arguments) is not step) == twice
+    options = latency_estimates.compiler_options(*arguments)
+    if "expert" in more:
+        assert options["xla_gpu_experimental_parallel_collective_overlap_limit"] == (1 if twice else 4)
 
 
 @pytest.mark.slow
