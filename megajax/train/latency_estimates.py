@@ -39,6 +39,8 @@ def knows_matmuls(program: StepProgram, device: jax.Device, model: PipelineModel
 
 def compiler_options(program: StepProgram, device: jax.Device, model: PipelineModel) -> dict[str, Any]:
     """All of XLA's options of a run's step; arguments as for `latency_options`."""
+    if not updates_in_place(device):
+        return {}
     of_run = step_options(program.run.parallel, device, exchanges_timed(program.run, model.costs()))
     return of_run | latency_options(program, device, model)
 
