@@ -91,9 +91,8 @@ class BertConfig(ModelConfig):
         The norm that `ModelConfig.parameters` counts after the last block is after the embedding with `post_norm`.
         """
         bias = int(self.biases)
-        norm = self.hidden * (1 + (bias if self.norm == "layernorm" else 0))
         square = (self.hidden + bias) * self.hidden
-        masked_lm = square + norm + bias * self.vocabulary
+        masked_lm = square + self.norm_parameters + bias * self.vocabulary
         heads = self.has_masked_lm * masked_lm + self.has_pooler * square
         scores = 2 * self.has_order + self.scores * self.has_classifier + 2 * self.has_spans
         heads += scores * (self.hidden + bias)
@@ -111,6 +110,8 @@ class BertConfig(ModelConfig):
                 f"norm_placement = {self.norm_placement} is not supported by BERT with post_norm: pass --norm-placement pre "
                 "or --no-post-norm."
             )
+        if self.embedding_norm:
+            raise ConfigError("embedding_norm = True is not supported by BERT: pass --no-embedding-norm.")
         for name in ("sliding_window", "chunked_attention"):
             if (value := getattr(self, name)) is not None:
                 raise ConfigError(

@@ -47,7 +47,11 @@ class ModelConfig(ModelSizes, HashSlot):
     dropout: float = setting(
         0.0, "probability of dropping an element: embedding, attention and both block outputs", low=0, below=1
     )
-    norm: str = setting("layernorm", "normalisation of attention's, MLP's and head's input", ("layernorm", "rmsnorm"))
+    norm: str = setting(
+        "layernorm",
+        "normalisation of attention's, MLP's and head's input; unweighted_rmsnorm has no parameters (nanochat)",
+        ("layernorm", "rmsnorm", "unweighted_rmsnorm"),
+    )
     norm_placement: str = setting(
         "pre",
         "norms of the inputs of attention and MLP, of their results, of both, or one for the input of the two in parallel",
@@ -95,8 +99,8 @@ class ModelConfig(ModelSizes, HashSlot):
     rotary_fraction: float = setting(1.0, "part of each head's elements that is rotated, at most 1")
     rotary_pairs: str = setting(
         "halves",
-        "elements of a head that are rotated together: i and i + half, or neighbours",
-        ("halves", "neighbours"),
+        "elements of a head that are rotated together: i and i + half, the same backwards (nanochat), or neighbours",
+        ("halves", "halves_backwards", "neighbours"),
     )
     rotary_scaling: str = setting(
         "none", "rotary frequencies for a longer context", ("none", "linear", "llama3", "yarn")
@@ -208,6 +212,7 @@ class ModelConfig(ModelSizes, HashSlot):
     )
     attention_sinks: bool = setting(False, "each head's softmax has one more, learned score, of no value (gpt-oss)")
     embedding_multiplier: float = setting(1.0, "factor on the embedding")
+    embedding_norm: bool = setting(False, "the embedding is normed before the first block")
     residual_multiplier: float = setting(1.0, "factor on what attention and MLP add to the residual")
     logit_multiplier: float = setting(1.0, "factor on the logits")
     logit_softcap: float | None = setting(None, "bound c of logits x, which become c tanh(x / c)", shown_default="none")
@@ -269,7 +274,8 @@ class ModelConfig(ModelSizes, HashSlot):
         token_tables = self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
         blocks = sum(count * one._block_parameters for one, count in self._kinds)
         further = mtp_parameters(self, mtp_block(self)._block_parameters) if self.mtp_num_layers else 0
-        return blocks + position_table + token_tables + self._norm_parameters + lora_parameters(self) + further
+        outside = position_table + token_tables + (1 + self.embedding_norm) * self.norm_parameters
+        return blocks + outside + lora_parameters(self) + further
 
     @property
     def _kinds(self) -> list[tuple["ModelConfig", int]]:
@@ -278,8 +284,9 @@ class ModelConfig(ModelSizes, HashSlot):
         return [(self.of_kind(kind), count) for kind, count in counts.items()]
 
     @property
-    def _norm_parameters(self) -> int:
-        return self.hidden * (2 if self.biases and self.norm == "layernorm" else 1)
+    def norm_parameters(self) -> int:
+        """Of one norm of the residual stream."""
+        return self.hidden * {"layernorm": 1 + self.biases, "rmsnorm": 1}.get(self.norm, 0)
 
     @property
     def _block_parameters(self) -> int:
@@ -288,7 +295,7 @@ class ModelConfig(ModelSizes, HashSlot):
         into_mlp = (2 if self.is_gated else 1) * (self.hidden + bias) * width
         mlp = into_mlp + (width + bias) * self.hidden if width else 0
         mlp = expert_parameters(self) if self.experts else mlp
-        return mixer_parameters(self) + self.block_norms * self._norm_parameters + mlp
+        return mixer_parameters(self) + self.block_norms * self.norm_parameters + mlp
 
     @property
     def active_parameters(self) -> int:

@@ -18,8 +18,7 @@ def mtp_block(model: Any) -> Any:
 
 def mtp_parameters(model: Any, block: int) -> int:
     """Parameters of all modules, of `block` in the block of one: three norms and a projection of 2 hidden besides."""
-    norm = model.hidden * (2 if model.biases and model.norm == "layernorm" else 1)
-    return model.mtp_num_layers * (block + 3 * norm + 2 * model.hidden**2)
+    return model.mtp_num_layers * (block + 3 * model.norm_parameters + 2 * model.hidden**2)
 
 
 def check_mtp(model: Any) -> None:

@@ -51,6 +51,16 @@ GPT_OSS = {
     "rotary_original_length": 4096,
     "rotary_truncate": False,
 }
+NANOCHAT = {
+    "norm": "unweighted_rmsnorm",
+    "norm_epsilon": 1e-6,
+    "embedding_norm": True,
+    "rotated_norm": True,
+    "rotary_pairs": "halves_backwards",
+    "activation": "squared_relu",
+    "logit_softcap": 15.0,
+    "sequence_length": 2048,
+}
 LLAMA4 = {
     "head_size": 128,
     "rotary_base": 500000.0,
@@ -189,6 +199,8 @@ RELEASED_OTHERS: dict[str, dict[str, Any]] = {
         sliding_window=4096,
         sequence_length=4096,
     ),
+    "nanochat-d20": _model(20, 1280, 10, 10, 5120, 65536, **NANOCHAT),
+    "nanochat-d32": _model(32, 2048, 16, 16, 8192, 65536, **NANOCHAT),
     "ministral-8b": _model(36, 4096, 32, 8, 12288, 131072, rotary_base=1e8, sliding_window=32768),
     "ministral3-8b": _model(
         34,

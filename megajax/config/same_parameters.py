@@ -58,7 +58,7 @@ def _parameters(model: ModelConfig) -> dict[str, Any]:
         "positions": model.sequence_length if model.positions == "learned" else None,
         "biases": (model.biases, model.has_qkv_biases, model.has_output_biases, model.attention_sinks),
         "norm_placement": model.norm_placement,
-        "norm": model.norm == "layernorm" and model.biases,
+        "norm": (model.norm_parameters, model.embedding_norm),
         "attention_gate": model.attention_gate,
         "query_key_norm": model.query_key_norm and model.query_key_norm_over,
         "experts": model.experts,

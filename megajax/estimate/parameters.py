@@ -92,7 +92,8 @@ def block_arrays(run: RunConfig) -> tuple[int, int]:
     model, costs = run.model, model_costs(run.model)
     experts = sum(one.name.startswith("experts") for one in costs.matmuls)
     dense = len(costs.matmuls) - experts
-    norms = getattr(model, "block_norms", 2) * (2 if getattr(model, "norm", "") == "layernorm" else 1)
+    of_norm = {"layernorm": 2, "unweighted_rmsnorm": 0}.get(getattr(model, "norm", ""), 1)
+    norms = getattr(model, "block_norms", 2) * of_norm
     vectors = norms + dense * getattr(model, "biases", False) + 2 * getattr(model, "query_key_norm", False)
     return dense + vectors, max(1, experts)
 

@@ -42,7 +42,7 @@ LOGITS = ("batch", "whole_sequence", "vocabulary")
 
 
 class Embedding(nnx.Module):
-    """Token embedding plus learned positions (unless the blocks rotate)."""
+    """Token embedding plus learned positions (unless the blocks rotate), normed if the model says so."""
 
     def __init__(self, config: ModelConfig, key: jax.Array, context: ModelContext):
         self.config, self.context, self.constrain = config, context, context.constrain
@@ -52,6 +52,8 @@ class Embedding(nnx.Module):
             shape = (config.sequence_length, config.hidden)
             table = jax.random.normal(named_key(key, "positions"), shape) * config.init_deviation
             self.positions = parameter(table, "positions", "hidden")
+        if config.embedding_norm:
+            self.norm = Norm(config)
 
     def __call__(self, microbatch: Microbatch) -> jax.Array:
         """Tokens [b, s] -> [b, split s, h], where "positions" [b, s] are those of tokens that are not at 0 to s - 1."""
@@ -70,7 +72,7 @@ class Embedding(nnx.Module):
             else:  # fp32, so that the gradient's rows are summed in fp32
                 added = jnp.take(self.positions[...].astype(jnp.float32), positions, axis=0).astype(dtype)
             x = self.constrain(x + added, *RESIDUAL)
-        return x
+        return self.norm(x) if self.config.embedding_norm else x
 
 
 class Head(nnx.Module):

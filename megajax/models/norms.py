@@ -31,16 +31,20 @@ def unweighted_norm(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 class Norm(nnx.Module):
-    """Layer norm (1607.06450) or RMS norm (1910.07467) over the last axis, in fp32."""
+    """Layer norm (1607.06450) or RMS norm (1910.07467), with or without weights, over the last axis, in fp32."""
 
     def __init__(self, config: ModelConfig):
         self.config = config
+        if config.norm == "unweighted_rmsnorm":
+            return
         self.scale = parameter(initial_scale(config, config.hidden), "hidden", decay=False)
         if config.norm == "layernorm" and config.biases:
             self.bias = parameter(jnp.zeros(config.hidden), "hidden", decay=False)
 
     def __call__(self, x: jax.Array, one_pass: Callable[..., jax.Array] | None = None) -> jax.Array:
         """Norms x [..., h]; the result has x's type. `one_pass`: RMS norms are computed by it (`Operations.norm`)."""
+        if not hasattr(self, "scale"):
+            return unweighted_norm(x, self.config.norm_epsilon)
         bias = self.bias[...] if hasattr(self, "bias") else None
         if one_pass is not None and bias is None and self.config.norm != "layernorm":
             return one_pass(x, scale_of(self.config, self.scale), self.config.norm_epsilon)

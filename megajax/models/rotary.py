@@ -121,7 +121,7 @@ def rotary_table(config: ModelConfig, positions: jax.Array) -> jax.Array:
     if config.positions != "rotary":
         shape = (*positions.shape, config.rotated_dimension // 2)
         return jnp.stack([jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)], axis=-2)
-    angles = positions[..., None] * frequencies(config)
+    angles = positions[..., None] * frequencies(config) * (-1 if config.rotary_pairs == "halves_backwards" else 1)
     return attention_factor(config) * jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-2)
 
 

@@ -83,6 +83,8 @@ def test_parameters_of_a_gpt_are_the_sum_of_its_arrays(name):
         ("granite3-2b", 2_533_531_648),
         ("command-r7b", 8_028_033_024),
         ("starcoder2-3b", 3_030_371_328),
+        ("nanochat-d20", 560_988_160),
+        ("nanochat-d32", 1_879_048_192),
         ("ministral-8b", 8_019_808_256),
         ("ministral3-8b", 8_489_553_920),
         ("glm4.5-air", 106_852_245_504),

@@ -120,6 +120,7 @@ def configs(layers: int = LAYERS) -> dict:
         ),
         "exaone4": t.Exaone4Config(**sizes, sliding_window=5, layer_types=odd),
         "seed_oss": t.SeedOssConfig(**wide),
+        "nanochat": t.NanoChatConfig(**sizes, final_logit_softcapping=2.0, pad_token_id=None),
         "qwen2_moe": t.Qwen2MoeConfig(
             **sizes | experts,
             moe_intermediate_size=8,
@@ -264,6 +265,6 @@ FAMILIES = (
         "cohere2",
         "starcoder2",
     ),
-    *("ministral", "ministral3", "exaone4", "seed_oss", "glm4_moe", "dots1", "qwen2_moe", "gpt_oss"),
+    *("ministral", "ministral3", "exaone4", "seed_oss", "nanochat", "glm4_moe", "dots1", "qwen2_moe", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3", "mamba2", "qwen3_next", "llama4_text", "granitemoehybrid", "nemotron_h"),
 )

@@ -15,7 +15,7 @@ from tests.interop.make_golden import GOLDEN, tokens
 DESCRIBED = GOLDEN / "described"
 QUICK = ("gemma2", "olmo3", "cohere2", "phi3", "granite", "qwen2_moe", "gpt_oss")
 QUICK += ("deepseek_v2", "deepseek_v3", "mamba2", "qwen3_next", "llama4_text", "granitemoehybrid")
-QUICK += ("nemotron_h",)
+QUICK += ("nemotron_h", "nanochat")
 LAYERS = 3
 
 

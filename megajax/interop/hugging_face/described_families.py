@@ -353,6 +353,25 @@ DESCRIPTIONS = (
         read=lambda keys, fields: {} if keys.positive("sliding_window") else {},  # without one all layers rotate
     ),
     Description(
+        "nanochat",
+        "NanoChatForCausalLM",
+        {
+            "norm": "unweighted_rmsnorm",
+            "embedding_norm": True,
+            "rotated_norm": True,
+            "rotary_pairs": "halves_backwards",
+            "activation": "squared_relu",
+        },
+        {"logit_softcap": "final_logit_softcapping", "qkv_biases": "attention_bias", "output_biases": "attention_bias"},
+        {"hidden_act": "relu2", "sliding_window": None},
+        leaves={
+            "blocks/feedforward/up/kernel": (Piece(LAYER + "mlp.fc1.weight", "f h", "hf"),),
+            "blocks/feedforward/down/kernel": (Piece(LAYER + "mlp.fc2.weight", "h f", "fh"),),
+        },
+        write=lambda model: {"hidden_act": "relu2"},
+        padding=1,
+    ),
+    Description(
         "seed_oss",
         "SeedOssForCausalLM",
         names={"qkv_biases": "attention_bias", "output_biases": "attention_out_bias"},
