@@ -123,9 +123,9 @@ def _expert_times(model: ModelCosts, parallel: ParallelConfig, ops: Operations) 
     if experts is None:
         return 0.0, 0.0, 0.0
     held = experts.on_device(tensor, parallel.expert)
-    counted = experts.on_device(tensor, 1) * experts.chosen / experts.count
+    counted = experts.on_device(tensor, 1) * experts.choice.chosen / experts.choice.count
     tokens = rows_of(model, parallel) * model.hidden * ops.itemsize / parallel.sequence_shares
-    sent = ops.collective(tokens * experts.chosen, parallel.expert, "data")
+    sent = ops.collective(tokens * experts.choice.chosen, parallel.expert, "data")
     return (ops.traffic((held - counted) * ops.itemsize), ops.traffic(held * 8 - counted * ops.itemsize), 2 * sent)
 
 

@@ -73,7 +73,7 @@ def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int, sent: flo
         return []
     elements = rows_of(model, parallel) * model.hidden / parallel.sequence_shares * (degree - 1)
     part, there = item * elements, (sent or item) * elements
-    choices = rows_of(model, parallel) * model.experts.chosen * CHOICE * (degree - 1)
+    choices = rows_of(model, parallel) * model.experts.choice.chosen * CHOICE * (degree - 1)
     tokens = [Dispatch(TOKENS, GATHER, there, 1, 1 + again), Dispatch(TOKENS, ALL_TO_ALL, part, 1, 1)]
     if by_all_to_all(model.experts, parallel):
         share, ragged = sent_share(model.experts, parallel)
@@ -155,7 +155,7 @@ def sent_share(experts: Experts, parallel: ParallelConfig) -> tuple[float, bool]
     With capacity all places are sent, and with buckets those of the first exchange. Without, of balanced routing, those
     tokens that chose any of the replica's experts.
     """
-    here = experts.count // parallel.expert
+    here = experts.choice.count // parallel.expert
     if parallel.expert_dispatch == "bucketed":
         return places_of_balanced(experts.choice, parallel.expert), False
     places = here * experts.share * parallel.sequence_shares

@@ -75,7 +75,7 @@ class ExpertKernels(Kernels):
     def expert_rows(self, backward: int, *, once: bool = False) -> float:
         """Bytes that a forward (0) or a backward (1) of a block with experts moves of rows; `once`: in one pass anyway."""
         model = self.model
-        hidden = HIDDEN_PASSES[backward] * model.experts.chosen * model.hidden
+        hidden = HIDDEN_PASSES[backward] * model.experts.choice.chosen * model.hidden
         once = backward and (once or self.program.expert_gates_in_one_pass)
         inner = (ONE_PASS / self.room if once else INNER_PASSES[backward]) * model.routed_inner / self.parallel.tensor
         tokens = self.received * model.hidden  # which the group sends here

@@ -252,9 +252,9 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     both = program.merges_all and parallel.expert > 1 and (full or not rounds)
     if none or both:
         inner += sum(one.inputs for one in model.matmuls if one.name.startswith("experts") and one.split != "column")
-    inner /= model.experts.chosen * parallel.tensor
+    inner /= model.experts.choice.chosen * parallel.tensor
     tokens = rows_of(model, parallel)
-    rows, hidden = tokens * model.experts.chosen * room, (2 + full) * model.hidden
+    rows, hidden = tokens * model.experts.choice.chosen * room, (2 + full) * model.hidden
     gradients = 0 if program.experts_in_place else 4 * experts
     split = parallel.tensor > 1 and parallel.sequence_parallel
     sent = model.experts.places(parallel.expert, parallel.expert_dispatch) if parallel.expert > 1 else 0.0

@@ -99,7 +99,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         """
         rows, k, n = self.rows, one.inputs, one.outputs
         if one.experts:
-            values = k + n + (self.model.experts.chosen - 1) * self.model.hidden
+            values = k + n + (self.model.experts.choice.chosen - 1) * self.model.hidden
             sums = (
                 8 if self.program.experts_in_place else 4
             )  # bytes of a gradient's element: read and written, or written

@@ -157,16 +157,6 @@ class Experts:
     parameters: int
     share: float = 1.0
 
-    @property
-    def count(self) -> int:
-        """E."""
-        return self.choice.count
-
-    @property
-    def chosen(self) -> int:
-        """k, those that a token passes."""
-        return self.choice.chosen
-
     def on_device(self, tensor: int, degree: int) -> int:
         """Parameters on one device."""
         return self.parameters // (tensor * degree)
@@ -178,10 +168,10 @@ class Experts:
           degree: replicas that split the experts.
           dispatch: how tokens get to them; bucketed: the rows are those of its first exchange.
         """
-        here = self.count // degree
         if dispatch == "bucketed" and degree > 1:
             return rows_of_balanced(self.choice, degree)
-        return degree * min(here, self.chosen, here * self.share) / self.chosen
+        here, chosen = self.choice.count // degree, self.choice.chosen
+        return degree * min(here, chosen, here * self.share) / chosen
 
     def in_rounds(self, degree: int, dispatch: str) -> bool:
         """Whether rounds follow a first exchange that has no room for all rows (`ops/expert_rounds.py`)."""
@@ -327,7 +317,7 @@ class ModelCosts:
         """The costs without the memory traffic of the experts' rows, for which arrays have more room than is routed."""
         if self.experts is None:
             return self
-        rows, one = 4 * self.experts.chosen * self.hidden, self.elementwise
+        rows, one = 4 * self.experts.choice.chosen * self.hidden, self.elementwise
         return dataclasses.replace(
             self, elementwise=dataclasses.replace(one, inner=one.inner - self.routed_inner, whole=one.whole - rows)
         )

@@ -92,7 +92,10 @@ def _model_costs(config: ModelConfig) -> ModelCosts:
             split=mixer_parameters(config) - mixer_whole + mlp.parameters.split + adapters.split,
             whole=mixer_whole + config.block_norms * norm + mlp.parameters.whole + adapters.whole,
         ),
-        shared=Parameters(whole=(config.sequence_length * hidden if config.positions == "learned" else 0) + norm * (1 + config.embedding_norm)),
+        shared=Parameters(
+            whole=(config.sequence_length * hidden if config.positions == "learned" else 0)
+            + norm * (1 + config.embedding_norm)
+        ),
         vocabulary_width=hidden * (1 if config.tied_embeddings else 2),
         looked_up_width=0 if config.tied_embeddings else hidden,
         kept=_kept_by_transformer(config, query_key_value, joined, mlp),

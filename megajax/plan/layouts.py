@@ -141,7 +141,7 @@ def _notation(counts: Sequence[int]) -> str:
 def _expert(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
     """The degrees that split the experts, and that the replicas can be grouped by."""
     experts = model_costs(run.model).experts
-    return [size for size in divisors(experts.count if experts else 1) if _replicas(layout) % size == 0]
+    return [size for size in divisors(experts.choice.count if experts else 1) if _replicas(layout) % size == 0]
 
 
 def _expert_dispatch(run: RunConfig, gpus: int, layout: Fields) -> list[str]:

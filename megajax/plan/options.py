@@ -90,7 +90,7 @@ def model_named(name: str) -> Any:
 def _check_expert(model: Any, degrees: Sequence[int]) -> None:
     """Raises ConfigError if a degree of expert parallelism does not divide the model's experts."""
     experts = model_costs(model).experts
-    count = experts.count if experts else 1
+    count = experts.choice.count if experts else 1
     wrong = next((degree for degree in degrees if count % degree), None)
     if wrong is None:
         return

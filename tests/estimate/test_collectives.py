@@ -107,7 +107,7 @@ def allowed(run: RunConfig, axis: str, kind: str, ends: bool) -> tuple[float, fl
         routers = 0
         if model.experts:  # their routers' numbers for each expert
             vectors -= model.experts.on_device(t, 1)
-            routers = model.experts.count
+            routers = model.experts.choice.count
         # ZeRO-3 gathers no biases in the backward, and sums once the gradients of arrays that it cannot shard. W of a split
         # backward computes norms again.
         each = ring(replicas) * blocks * FP32 if parallel.zero == 3 else 0

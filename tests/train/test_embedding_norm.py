@@ -1,4 +1,4 @@
-"""A norm of the embedding, with and without weights, on meshes against one device. Values: tests/interop/test_described.py."""
+"""A norm of the embedding, with and without weights, on meshes against one device; values: interop/test_described.py."""
 
 import dataclasses
 
