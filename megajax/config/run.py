@@ -109,8 +109,8 @@ class RunConfig(HashSlot):
                 "omit --matmul-dtype."
             )
         if self.train.expert_dispatch_dtype and not experts:
-            given = f"expert_dispatch_dtype = {self.train.expert_dispatch_dtype}"
-            raise ConfigError(f"{given} sends tokens to experts, and {self.model.name} has none: omit it.")
+            given = f"expert_dispatch_dtype = {self.train.expert_dispatch_dtype} is of tokens that are sent to experts"
+            raise ConfigError(f"{given}, and {self.model.name} has none: omit --expert-dispatch-dtype.")
 
 
 def _check_layers(run: RunConfig) -> None:

@@ -129,7 +129,7 @@ def test_losses_fall_as_in_full_precision(dispatch):
 
 def test_unsupported_combinations_are_refused():
     with pytest.raises(
-        ConfigError, match="expert_dispatch_dtype = fp8 sends tokens to experts, and .* has none: omit it"
+        ConfigError, match="dtype = fp8 is of tokens that are sent to experts, and .* has none: omit --expert-d"
     ):
         runs.make_run(train={"expert_dispatch_dtype": "fp8"})
     with pytest.raises(
