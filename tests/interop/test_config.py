@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megajax.config import PRESETS, ConfigError
+from megajax.config import PRESETS, ConfigError, preset
 from megajax.interop.hugging_face.config import family_of_model, merge_config, read_config
 
 LLAMA = {
@@ -287,3 +287,13 @@ def test_the_name_of_the_number_of_experts_is_that_of_the_file():
 @pytest.mark.parametrize("name", [name for name in PRESETS if "gpt2" in name or name in RELEASED])
 def test_presets_have_a_family(name):
     assert name.startswith(("gpt2", "llama", "smollm2", family_of_model(PRESETS[name])[0].name[:5]))
+
+
+def test_a_model_without_mlps_is_of_a_family_that_has_such_layers():
+    """Others have an MLP's tensors in each layer: Granite's hybrids read the same fields as mamba2."""
+    assert family_of_model(preset("mamba2-2.7b"))[0].name == "mamba2"
+    for name in ("smollm2-135m", "gpt2", "granite4-h-micro"):
+        with pytest.raises(
+            ConfigError, match="feedforward = 0 .* which mamba2 and nemotron_h have, .* see --feedforward"
+        ):
+            family_of_model(dataclasses.replace(preset(name), feedforward=0))

@@ -140,6 +140,8 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[F
     of_experts = (model.experts > 0, None)
     families = [one for one in FAMILIES.values() if one.config is type(model) and one.has_experts in of_experts]
     families = [family for family in families if model.kv_latent or not family.has_latents]
+    # Others have tensors of an MLP in each layer.
+    families = [family for family in families if model.feedforward_size or family.mixers_alone]
     for family in sorted(families, key=lambda family: family.name != preferred):
         keys = {"architectures": [family.architecture], "model_type": family.name} | family.write(model)
         try:
@@ -154,6 +156,12 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[F
             return family, keys
         if nearest is None or len(differing) < len(nearest[1]):
             nearest = family.name, differing
+    if not model.feedforward_size:
+        alone = " and ".join(family.name for family in FAMILIES.values() if family.mixers_alone)
+        raise ConfigError(
+            f"feedforward = 0 leaves layers without an MLP, which {alone} have, but not with this model's other fields: "
+            "only models of a family can be exported; see --feedforward."
+        )
     assert nearest is not None
     name, differing = nearest
     field = differing[0].partition(" was ")

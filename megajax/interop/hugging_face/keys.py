@@ -125,6 +125,7 @@ class Family:
       has_experts: whether its blocks have experts; None: some of its models have.
       has_latents: whether they have latent attention.
       free: fields that no key has.
+      mixers_alone: whether it has layers without an MLP.
     """
 
     name: str
@@ -135,3 +136,4 @@ class Family:
     has_experts: bool | None = False
     has_latents: bool = False
     free: tuple[str, ...] = ()
+    mixers_alone: bool = False

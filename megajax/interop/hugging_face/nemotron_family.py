@@ -75,7 +75,13 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 
 NEMOTRON_H_FAMILY = Family(
-    "nemotron_h", "NemotronHForCausalLM", _read, _write, has_experts=None, free=("recurrent_chunk",)
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    _read,
+    _write,
+    has_experts=None,
+    free=("recurrent_chunk",),
+    mixers_alone=True,
 )
 
 MIXER = LAYER + "mixer."

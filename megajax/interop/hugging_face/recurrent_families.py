@@ -44,7 +44,9 @@ def _write_mamba2(model: ModelConfig) -> dict[str, Any]:
     return keys | {"expand": model.state_heads * model.state_head_size // model.hidden}
 
 
-MAMBA2_FAMILY = Family("mamba2", "Mamba2ForCausalLM", _read_mamba2, _write_mamba2, free=("sequence_length",))
+MAMBA2_FAMILY = Family(
+    "mamba2", "Mamba2ForCausalLM", _read_mamba2, _write_mamba2, free=("sequence_length",), mixers_alone=True
+)
 
 LAYER = "backbone.layers.{}."
 INPUT, CONVOLVED = ("GJ", "GJ", "GN", "GN", "GR"), ("GJ", "GN", "GN")  # gate, x, B, C, dt; x, B, C
