@@ -250,8 +250,8 @@ def _expert(program: StepProgram) -> list[Sent]:
     item, sent = ITEMSIZE[run.train.precision], sent_bytes(run)
     for one in dispatches(model, parallel, item, sent):
         count, chosen = one.forward + one.backward, one.what == CHOICES
-        times, count = count * passes, count if sent != item else 4 + again
-        unit = f"{2 * (1 + again) + 1} (N-1) bs k of 4 bytes" if chosen else f"{share}{count} (N-1) bsh/t"
+        times, of_tokens = count * passes, count if sent != item else 4 + again
+        unit = f"{2 * (1 + again) + 1} (N-1) bs k of 4 bytes" if chosen else f"{share}{of_tokens} (N-1) bsh/t"
         formula = f"{unit} per layer with experts and microbatch"
         lines.append(Sent("expert", one.kind, one.what, BLOCKS, formula, times, one.each, in_papers=not chosen))
     return lines

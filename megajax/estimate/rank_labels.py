@@ -4,7 +4,6 @@ A value has an axis of ranks before its own. Where it is not known, because it d
 two ranks with one label have the same value, since the same operation computed it from the same inputs.
 """
 
-import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,9 +33,7 @@ class Labels:
 
     def __init__(self, ranks: int):
         self.ranks = ranks
-        self._starts: list[int] = []  # the first label of each value
-        self._reasons: list[str] = []  # of each value
-        self._next = 0
+        self._reasons: list[str] = []  # of each value, whose labels begin at its place here times the ranks
 
     def differing(self, reason: str) -> Value:
         """A value that may differ from rank to rank."""
@@ -70,7 +67,7 @@ class Labels:
 
     def reason(self, label: int) -> str:
         """Why the value of this label is not known."""
-        return self._reasons[bisect.bisect_right(self._starts, label) - 1]
+        return self._reasons[label // self.ranks]
 
     def numbers_of(self, value: Value) -> np.ndarray:
         """[ranks] labels, of known values too: negative numbers that are the same where this value is."""
@@ -83,10 +80,8 @@ class Labels:
 
     def _value(self, classes: np.ndarray, reason: str) -> Value:
         """A value that ranks of a class, from 0, have in common."""
-        start, self._next = self._next, self._next + self.ranks
-        self._starts.append(start)
         self._reasons.append(reason)
-        return Value(None, start + classes)
+        return Value(None, (len(self._reasons) - 1) * self.ranks + classes)
 
     def chosen(self, ranks: np.ndarray, new: Value, old: Value) -> Value:
         """`new` on these ranks (a mask), `old` on the others."""

@@ -20,9 +20,7 @@ from megajax.estimate.hlo_demand import (
     is_done,
 )
 from megajax.estimate.hlo_parser import Line, known_trip_count, operands
-from megajax.estimate.hlo_scalars import (
-    attribute,
-)
+from megajax.estimate.hlo_scalars import attribute
 from megajax.estimate.rank_labels import Value
 from megajax.estimate.rank_values import RankValues, Tree
 

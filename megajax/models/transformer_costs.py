@@ -52,7 +52,7 @@ def _model_costs(config: ModelConfig) -> ModelCosts:
     mixes = config.mixer != "none"
     if not mixes:
         joined = heads = query_key_value = 0
-    norm = config.norm_parameters
+    norm, positions = config.norm_parameters, config.sequence_length * hidden * (config.positions == "learned")
     mlp, adapters = _mlp_costs(config), _adapter_parameters(config)
     over_heads = config.query_key_norm_over == "projection"  # then its scales are split as the heads are
     mixer_whole = hidden * int(config.has_output_biases) + (not over_heads) * config.query_key_norm_parameters
@@ -92,10 +92,7 @@ def _model_costs(config: ModelConfig) -> ModelCosts:
             split=mixer_parameters(config) - mixer_whole + mlp.parameters.split + adapters.split,
             whole=mixer_whole + config.block_norms * norm + mlp.parameters.whole + adapters.whole,
         ),
-        shared=Parameters(
-            whole=(config.sequence_length * hidden if config.positions == "learned" else 0)
-            + norm * (1 + config.embedding_norm)
-        ),
+        shared=Parameters(whole=positions + norm * (1 + config.embedding_norm)),
         vocabulary_width=hidden * (1 if config.tied_embeddings else 2),
         looked_up_width=0 if config.tied_embeddings else hidden,
         kept=_kept_by_transformer(config, query_key_value, joined, mlp),

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.ops.expert_choice import Choice
 from megajax.ops.expert_group import AXIS, ExpertGroup, per_shard
-from megajax.ops.fp8_rows import pack, unpack
+from megajax.ops.fp8_rows import in_8_bits
 from megajax.ops.group_order import combine, dispatch, rows_at, sort_by_group
 from megajax.runtime.compat import vary_over, varying_axes
 
@@ -226,10 +226,12 @@ _collect.defvjp(
 
 def _sent(y: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
     def local(y, plan):
+        def send(tokens):
+            rows = dispatch(tokens, plan.order, plan.places)
+            return (_ragged_out if buffers.ragged else _padded_out)(rows, plan, buffers.room)
+
         tokens = y.reshape(-1, y.shape[-1])
-        rows = dispatch(pack(tokens) if buffers.fp8 else tokens, plan.order, plan.places)
-        sent = (_ragged_out if buffers.ragged else _padded_out)(rows, plan, buffers.room)
-        return unpack(sent, y.shape[-1], y.dtype) if buffers.fp8 else sent
+        return in_8_bits(tokens, send) if buffers.fp8 else send(tokens)
 
     return buffers.per_shard(local)(y, plan)
 

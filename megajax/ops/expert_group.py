@@ -9,9 +9,8 @@ and the other way, by all-to-all.
 
 Each direction sends (N - 1) b s h elements from a device, of its part of the sequence if tensor splits it. Tokens, and the
 gradients of results, may be sent in 8 bits (`fp8_rows.py`); results, and the gradients of tokens, are sums and are not
-(DeepSeek-V3, 2412.19437 section 3.3.2). The replicas
-of a group are at the same pipeline stage, so all of them take the same branch of a tick, in which these collectives are
-legal under every schedule.
+(DeepSeek-V3, 2412.19437 section 3.3.2). The replicas of a group are at the same pipeline stage, so all of them take the
+same branch of a tick, in which these collectives are legal under every schedule.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from megajax.ops.fp8_rows import pack, rounded, unpack
+from megajax.ops.fp8_rows import in_8_bits
 
 __all__ = ["AXIS", "WHOLE_GROUP", "ExpertGroup", "per_shard"]
 
@@ -112,12 +111,9 @@ _sum_scatter.defvjp(
 
 def _gathered(x: jax.Array, group: ExpertGroup) -> jax.Array:
     if group.size == 1:
-        return rounded(x)
-
-    def local(x):
-        gathered = lax.all_gather(pack(x) if group.fp8 else x, AXIS, axis=0, tiled=True)
-        return unpack(gathered, x.shape[-1], x.dtype) if group.fp8 else gathered
-
+        return in_8_bits(x)
+    gather = partial(lax.all_gather, axis_name=AXIS, axis=0, tiled=True)
+    local = partial(in_8_bits, send=gather) if group.fp8 else gather
     return per_shard(local, group.residual, group.residual)(x)
 
 

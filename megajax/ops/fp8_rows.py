@@ -8,12 +8,13 @@ arrives is a number of bf16.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["bytes_of_element", "pack", "rounded", "unpack"]
+__all__ = ["bytes_of_element", "in_8_bits", "pack", "unpack"]
 
 TILE = 128
 BIAS, MANTISSA = 127, 23  # of fp32: an exponent as it is stored, and the bits below it
@@ -46,9 +47,9 @@ def unpack(packed: jax.Array, hidden: int, dtype: jnp.dtype) -> jax.Array:
     return tiles.reshape(elements.shape).astype(dtype)
 
 
-def rounded(x: jax.Array) -> jax.Array:
-    """x as it would arrive."""
-    return unpack(pack(x), x.shape[-1], x.dtype)
+def in_8_bits(x: jax.Array, send: Callable[[jax.Array], jax.Array] = lambda packed: packed) -> jax.Array:
+    """send(x), for which `send` gets and returns bytes; by default x as it would arrive."""
+    return unpack(send(pack(x)), x.shape[-1], x.dtype)
 
 
 def _tile(hidden: int) -> int:

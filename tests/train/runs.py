@@ -54,6 +54,21 @@ def make_run(mesh=(2, 2, 2), steps: int = 40, train=None, **kwargs) -> RunConfig
     return small.make_run(mesh, model=kwargs.pop("model", MODEL), train=settings, **kwargs)
 
 
+def assert_losses_fall_alike(option: str, value: str, mesh, **kwargs) -> None:
+    """Of 40 steps on one batch, with a value of an option of the training and without: within 2% of each other."""
+    losses: dict[str | None, list[float]] = {}
+    for given in (None, value):
+        run = make_run(mesh, train={option: given}, **kwargs)
+        training = small.training_of(run)
+        state, batch, losses[given] = training.init_state(), small.make_batch(run), []
+        for _ in range(40):
+            state, metrics = training.train_step(state, batch)
+            losses[given].append(float(metrics["loss"]))
+    assert losses[None][-1] < losses[None][0] - 1
+    assert losses[value] != losses[None]
+    np.testing.assert_allclose(losses[value], losses[None], rtol=0.02)
+
+
 def loader_of(run: RunConfig) -> Loader:
     """Full batches of the random tokens."""
     samples = TokenSamples(TOKENS, run.model.sequence_length, run.train.seed)
