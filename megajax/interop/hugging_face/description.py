@@ -11,9 +11,10 @@ from megajax.interop.hugging_face.llama_families import NAMES, read_rotary, writ
 from megajax.interop.hugging_face.tensors import Piece, Table
 from megajax.interop.hugging_face.windows import FULL, SLIDING, layer_types, of_kinds, type_of
 
-__all__ = ["LAYER", "Description", "Fields", "described"]
+__all__ = ["LAYER", "NO_BIASES", "Description", "Fields", "described"]
 
 LAYER = "model.layers.{}."
+NO_BIASES = {"attention_bias": False}
 OWN_NORMS = ("blocks/attention_norm/", "blocks/feedforward_norm/")
 Fields = dict[str, Any]
 
