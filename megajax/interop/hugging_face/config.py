@@ -156,16 +156,15 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[F
             return family, keys
         if nearest is None or len(differing) < len(nearest[1]):
             nearest = family.name, differing
+    name, differing = nearest or ("none", ["causal was False"])  # of BERT's all have an MLP
+    field = differing[0].partition(" was ")
+    value = field[2].partition(", is ")[0]
     if not model.feedforward_size:
         alone = " and ".join(family.name for family in FAMILIES.values() if family.mixers_alone)
         raise ConfigError(
-            f"feedforward = 0 leaves layers without an MLP, which {alone} have, but not with this model's other fields: "
-            "only models of a family can be exported; see --feedforward."
+            f"feedforward = 0 leaves layers without an MLP, which {alone} have, but not with {field[0]} = {value}: only "
+            "models of a family can be exported; see --feedforward."
         )
-    assert nearest is not None
-    name, differing = nearest
-    field = differing[0].partition(" was ")
-    value = field[2].partition(", is ")[0]
     raise ConfigError(
         f"{field[0]} = {value} has no place in a config.json of {', '.join(FAMILIES)} (the nearest is {name}): only models "
         f"of these families can be exported; see {option(field[0])}."
