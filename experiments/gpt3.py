@@ -107,7 +107,8 @@ MEGATRON_2019 = {
     "save_every": 5000,
     "nonfinite": "skip",
 }
-# 1909.08053 section 5.3, for `experiments.bert`: what it does not name is as in 1810.04805.
+# 1909.08053 section 5.3, for `experiments.bert`: what it does not name is as in 1810.04805. ModernBERT's presets have it
+# too; its own recipe has another optimizer, StableAdamW.
 BERT_2019 = {
     "global_batch_size": 1024,
     "steps": 2_000_000,

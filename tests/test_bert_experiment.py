@@ -40,7 +40,9 @@ def test_a_short_run_goes_on_on_another_mesh(tmp_path, capsys):
         (gpt3.main, "--token-types 2", "token_types = 2 is of BERT, which tiny is not: omit --token-types"),
         (bert.main, "--tokenizer byte", "tokenizer byte has no [CLS]"),
         (bert.main, "--output-heads none", "output_heads = none has no loss"),
-        (bert.main, "--sliding-window 8", "sliding_window = 8 is not supported by BERT"),
+        (bert.main, "--chunked-attention 8", "chunked_attention = 8 is not BERT's"),
+        (bert.main, "--sliding-window 8 --context 2", "sliding_window = 8 is not computed by the kernels"),
+        (bert.main, "--sliding-window 8 --attention tokamax", "no sliding_window in both directions"),
         (bert.main, "--attention cudnn --text {text}", "attention = cudnn"),
     ],
 )

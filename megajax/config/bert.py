@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megajax.config.errors import ConfigError, multiples, one_of, option
+from megajax.config.errors import ConfigError, multiples, one_of
 from megajax.config.fields import setting
 from megajax.config.model import ModelConfig
 
@@ -12,15 +12,19 @@ HEADS = ("masked_lm_and_order", "masked_lm", "classification", "multiple_choice"
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(ModelConfig):
-    """The shape of a BERT (1810.04805): the fields of `ModelConfig`, of which a sliding window is not legal, and its own."""
+    """The shape of a BERT (1810.04805), or of a ModernBERT (2412.13663): the fields of `ModelConfig`, and its own."""
 
     causal: ClassVar[bool] = False
 
-    token_types: int = setting(2, "kinds of tokens (BERT: the two segments of a sample), each with a learned vector")
+    token_types: int = setting(
+        2, "kinds of tokens (BERT: the two segments of a sample), each with a learned vector; 0: they have none", low=0
+    )
     post_norm: bool = setting(
         False,
         "norms after the residual additions, as in 1810.04805; off: before attention and MLP (1909.08053 figure 7b)",
     )
+    first_attention_norm: bool = setting(True, "off: the first layer's attention reads the embedding as it is")
+    masked_lm_bias: bool | None = setting(None, "the logits of masked words add a bias", shown_default="as biases")
     output_heads: str = setting(
         "masked_lm_and_order",
         "heads: masked words and the order of two segments; masked words only; classes of a sample; the right one of "
@@ -34,6 +38,11 @@ class BertConfig(ModelConfig):
     def has_masked_lm(self) -> bool:
         """Whether it has the head that predicts masked words."""
         return self.output_heads in ("masked_lm_and_order", "masked_lm")
+
+    @property
+    def has_masked_lm_bias(self) -> bool:
+        """Whether that head's logits add a bias."""
+        return self.has_masked_lm and (self.biases if self.masked_lm_bias is None else self.masked_lm_bias)
 
     @property
     def has_pooler(self) -> bool:
@@ -92,10 +101,11 @@ class BertConfig(ModelConfig):
         """
         bias = int(self.biases)
         square = (self.hidden + bias) * self.hidden
-        masked_lm = square + self.norm_parameters + bias * self.vocabulary
-        heads = self.has_masked_lm * masked_lm + self.has_pooler * square
+        heads = self.has_masked_lm * (square + self.norm_parameters) + self.has_pooler * square
+        heads += self.has_masked_lm_bias * self.vocabulary
         scores = 2 * self.has_order + self.scores * self.has_classifier + 2 * self.has_spans
         heads += scores * (self.hidden + bias)
+        heads -= (not self.first_attention_norm) * self.norm_parameters  # which nothing reads and nothing trains
         return super().parameters + self.token_types * self.hidden + heads
 
     def validate(self) -> None:
@@ -110,11 +120,13 @@ class BertConfig(ModelConfig):
                 f"norm_placement = {self.norm_placement} is not supported by BERT with post_norm: pass --norm-placement pre "
                 "or --no-post-norm."
             )
-        if self.embedding_norm:
-            raise ConfigError("embedding_norm = True is not supported by BERT: pass --no-embedding-norm.")
-        for name in ("sliding_window", "chunked_attention"):
-            if (value := getattr(self, name)) is not None:
-                raise ConfigError(
-                    f"{name} = {value} is not supported by BERT, whose tokens attend to all others: pass "
-                    f"{option(name)} none."
-                )
+        if self.post_norm and self.embedding_norm:
+            raise ConfigError("embedding_norm = True: post_norm norms the embedding already: pass --no-embedding-norm.")
+        if not self.first_attention_norm and (self.post_norm or self.norm_placement == "post"):
+            raise ConfigError(
+                "first_attention_norm = False needs norms of attention's input: pass --first-attention-norm."
+            )
+        if self.chunked_attention is not None:
+            raise ConfigError(
+                f"chunked_attention = {self.chunked_attention} is not BERT's: pass --chunked-attention none."
+            )

@@ -148,8 +148,6 @@ def check_layer_pattern(model: Any) -> None:
         raise ConfigError("kinds with learned positions and others cannot be in one model: pass --positions rotary.")
     if model.positions == "none" and "rotary" in places:
         raise ConfigError("a kind has rotary positions, and the model none: pass --positions rotary.")
-    if not model.causal:
-        raise ConfigError(f"layer_pattern = {model.layer_pattern} is not supported by BERT: pass --layer-pattern none.")
     if not model.kind_fields:
         kind = PART.match(model.layer_pattern.strip())[1]
         raise ConfigError(

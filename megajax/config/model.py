@@ -30,6 +30,7 @@ class ModelConfig(ModelSizes, HashSlot):
 
     causal: ClassVar[bool] = True  # tokens attend to earlier tokens only
     post_norm: ClassVar[bool] = False  # norms are before attention, MLP and head
+    first_attention_norm: ClassVar[bool] = True  # also in the first layer
 
     name: str = setting("custom", "name of the model, as printed and as stored in checkpoints")
     layers: int = setting(MISSING, "number of transformer blocks")
@@ -60,9 +61,9 @@ class ModelConfig(ModelSizes, HashSlot):
     norm_offset: bool = setting(False, "norms multiply by 1 + their weights (Gemma)")
     activation: str = setting(
         "gelu",
-        "the MLP's nonlinearity: GELU by its tanh approximation or by erf; swiglu and geglu have a third, gating matrix; "
+        "the MLP's nonlinearity: GELU by its tanh approximation or by erf; swiglu, geglu and geglu_exact have a gate; "
         "clamped_swiglu is gpt-oss's, squared_relu Nemotron's",
-        ("gelu", "gelu_exact", "swiglu", "geglu", "clamped_swiglu", "squared_relu"),
+        ("gelu", "gelu_exact", "swiglu", "geglu", "geglu_exact", "clamped_swiglu", "squared_relu"),
     )
     activation_limit: float = setting(7.0, "clamped_swiglu: largest input of the gate, and of what it multiplies")
     layer_pattern: str = setting(
@@ -191,7 +192,9 @@ class ModelConfig(ModelSizes, HashSlot):
         False, "RMS norm without weights of each head's queries and keys, on layers that rotate them (Llama 4)"
     )
     sliding_window: int | None = setting(
-        None, "latest tokens that a token attends to, itself included", shown_default="all before it"
+        None,
+        "latest tokens that a token attends to, itself included; of BERT as many later ones too",
+        shown_default="all",
     )
     chunked_attention: int | None = setting(
         None, "tokens of a chunk: none attends to tokens of another one (Llama 4)", shown_default="none"

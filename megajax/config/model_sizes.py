@@ -51,7 +51,8 @@ class ModelSizes:
     @property
     def unfused_attention(self) -> str:
         """A field that attention by fused kernels, or round a ring, does not have; "": none."""
-        return "attention_softcap" if self.attention_softcap else ""
+        both_ways = not self.causal and any(self.attention_windows)
+        return "attention_softcap" if self.attention_softcap else "sliding_window" if both_ways else ""
 
     @property
     def block_norms(self) -> int:
@@ -62,7 +63,7 @@ class ModelSizes:
     @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gating matrix."""
-        return self.activation in ("swiglu", "geglu", "clamped_swiglu")
+        return self.activation in ("swiglu", "geglu", "geglu_exact", "clamped_swiglu")
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:

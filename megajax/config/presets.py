@@ -70,6 +70,10 @@ MODELS |= RELEASED | RELEASED_OTHERS
 # "tiny" with experts, for experiments.moe: two of eight, which together are half as wide as the MLP of "tiny".
 MODELS["moe-tiny"] = _gpt(4, 128, 4, 257, 128) | {"experts": 8, "feedforward": 128, "balance_loss": 0.01}
 
+MODERNBERT = {"positions": "rotary", "rotary_base": 160000.0, "layer_pattern": "global,local*2", "token_types": 0}
+MODERNBERT |= {"kind_fields": ("local.sliding_window=65", "local.rotary_base=10000.0"), "activation": "geglu_exact"}
+MODERNBERT |= {"embedding_norm": True, "first_attention_norm": False, "biases": False, "masked_lm_bias": True}
+MODERNBERT["output_heads"] = "masked_lm"
 # BERT as Megatron-LM trained it, 1909.08053 table 4 and section 5.3: norms before attention and MLP, 512 tokens, dropout
 # 0.1, and the released uncased vocabulary of WordPieces.
 BERTS: dict[str, dict[str, Any]] = {
@@ -77,6 +81,9 @@ BERTS: dict[str, dict[str, Any]] = {
     "bert-336m": _gpt(24, 1024, 16, BERT_VOCABULARY, 512, 0.1),
     "bert-1.3b": _gpt(24, 2048, 32, BERT_VOCABULARY, 512, 0.1),
     "bert-3.9b": _gpt(48, 2560, 40, BERT_VOCABULARY, 512, 0.1),
+    # ModernBERT, 2412.13663: in two of three layers tokens attend to 64 before and after; pretrained with 1,024 tokens.
+    "modernbert-base": _gpt(22, 768, 12, 50368, 1024) | MODERNBERT | {"feedforward": 1152},
+    "modernbert-large": _gpt(28, 1024, 16, 50368, 1024) | MODERNBERT | {"feedforward": 2624},
 }
 
 ALIASES = {"gpt3-530b": "megatron-529.6b", "gpt3-1t": "megatron-1008b"}

@@ -75,5 +75,5 @@ def _parameters(model: ModelConfig) -> dict[str, Any]:
         found["experts"] += (model.shared_gate, model.expert_biases)
     if isinstance(model, BertConfig):
         scores = model.scores if model.has_classifier else None
-        found["bert"] = (model.token_types, model.post_norm, model.output_heads, scores)
+        found["bert"] = (model.token_types, model.post_norm, model.output_heads, scores, model.has_masked_lm_bias)
     return found

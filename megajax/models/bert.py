@@ -42,22 +42,21 @@ __all__ = ["BERT"]
 
 
 class BertEmbedding(Embedding):
-    """The sum of a token's, its position's and its type's vector, normed if the blocks' norms are after the additions."""
+    """The sum of a token's, its position's and its type's vector, normed if the model or its `post_norm` says so."""
 
     def __init__(self, config: BertConfig, key: jax.Array, context: ModelContext):
         super().__init__(config, key, context)
-        shape = (config.token_types, config.hidden)
-        types = jax.random.normal(named_key(key, "types"), shape) * config.init_deviation
-        self.types = parameter(types, None, "hidden")
-        if config.post_norm:
-            self.norm = Norm(config)
+        if config.token_types:
+            types = jax.random.normal(named_key(key, "types"), (config.token_types, config.hidden))
+            self.types = parameter(types * config.init_deviation, None, "hidden")
 
-    def vectors(self, microbatch: Microbatch) -> jax.Array:
-        """Tokens and types [b, s] -> [b, split s, h], before dropout."""
-        x = super().vectors(microbatch)
+    def summed(self, microbatch: Microbatch) -> jax.Array:
+        """Tokens and types [b, s] -> [b, split s, h], before norm and dropout."""
+        x = super().summed(microbatch)
+        if not self.config.token_types:
+            return x
         table = self.types[...].astype(jnp.float32)  # so that the gradient's rows are summed in fp32
-        x = self.constrain(x + jnp.take(table, microbatch["types"], axis=0).astype(x.dtype), *RESIDUAL)
-        return self.constrain(self.norm(x), *RESIDUAL) if hasattr(self, "norm") else x
+        return self.constrain(x + jnp.take(table, microbatch["types"], axis=0).astype(x.dtype), *RESIDUAL)
 
 
 class BertHead(nnx.Module):
@@ -73,7 +72,7 @@ class BertHead(nnx.Module):
             table = token_table(named_key(key, "vocabulary"), config, context)
             if not config.tied_embeddings:
                 self.vocabulary = parameter(table, *TABLE)
-            if config.biases:
+            if config.has_masked_lm_bias:
                 self.bias = parameter(jnp.zeros(len(table)), TABLE[0], decay=False)
         if config.has_pooler:
             self.pooler = Linear(named_key(key, "pooler"), *square)
@@ -254,11 +253,11 @@ class BERT(NNXModel):
         """Tokens, types, positions if they are learned, the length of the padding, and the targets of the model's heads."""
         config = self.config
         places = Ids(config.sequence_length)
-        learned = {"positions": places} if config.positions == "learned" else {}
+        read = {"positions": places} if config.positions == "learned" else {}
+        read |= {"types": Ids(config.token_types)} if config.token_types else {}
         classes = config.choices if config.has_choices else config.classes
-        return learned | {
+        return read | {
             "tokens": Ids(config.vocabulary),
-            "types": Ids(config.token_types),
             "padding": Ids(config.sequence_length + 1),
             "labels": Ids(config.vocabulary, "weights"),
             "swapped": Ids(2),
@@ -306,15 +305,15 @@ class BERT(NNXModel):
     def costs(self) -> ModelCosts:
         """By formula; pooler, classifier and spans, of one token of a sample or with two columns, have no FLOPs."""
         config, costs = self.config, transformer_costs(self.config)
-        split = costs.vocabulary_width + int(config.has_masked_lm and config.biases)
+        split = costs.vocabulary_width + int(config.has_masked_lm_bias)
         rest = config.parameters - config.vocabulary * split - costs.layers * costs.block.total
         head = (Matmul("masked_lm_transform", config.hidden, config.hidden),) if config.has_masked_lm else ()
         return dataclasses.replace(costs, vocabulary_width=split, shared=Parameters(whole=rest), head=head)
 
     @classmethod
     def fusable_attention(cls, config: BertConfig) -> FusableAttention:
-        """The heads' size and dropout, for attention in both directions."""
-        return FusableAttention(config.head_dimension, config.dropout, causal=False)
+        """The heads' size and dropout, for attention in both directions; with windows no kernel has it."""
+        return FusableAttention(config.head_dimension, config.dropout, causal=False, unfused=config.unfused_attention)
 
     @property
     def vocabulary(self) -> int:

@@ -62,7 +62,7 @@ class Attention:
       windows: latest tokens that a token attends to; None: all before it. Of a model whose layers differ, one for each
         layer: what is counted is then of a layer on average.
       chunks: likewise tokens of a chunk, outside of which a token attends to none.
-      causal: whether tokens attend to earlier tokens only; if not, to all of the sample.
+      causal: whether tokens attend to earlier tokens only; if not, to as many later ones too.
       scores_recomputed: recompute modes in which the backward computes queries times keys a second time; fused attention
         always does, and that is part of its backward.
       values_recomputed: recompute modes in which it computes probabilities times values a second time.
@@ -96,11 +96,10 @@ class Attention:
 
     def pairs(self, tokens: int) -> float:
         """Scores that a head computes for a sample of this many tokens, if it leaves out those that are masked."""
-        if not self.causal:
-            return tokens * tokens
         each = max(self.windows, self.chunks, key=len)
         windows, chunks = (of if len(of) == len(each) else of * len(each) for of in (self.windows, self.chunks))
-        return sum(_pairs(tokens, *reach) for reach in zip(windows, chunks, strict=True)) / len(each)
+        before = sum(_pairs(tokens, *reach) for reach in zip(windows, chunks, strict=True)) / len(each)
+        return before if self.causal else 2 * before
 
     @property
     def window(self) -> int | None:

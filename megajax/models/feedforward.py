@@ -25,6 +25,7 @@ ACTIVATIONS = {  # of the MLP, or of its gate
     "gelu_exact": exact_gelu,
     "swiglu": jax.nn.silu,
     "geglu": partial(jax.nn.gelu, approximate=True),
+    "geglu_exact": exact_gelu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
     "clamped_swiglu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
@@ -78,10 +79,10 @@ class FeedForward(nnx.Module):
 
     def __call__(self, y: jax.Array, drop=None) -> jax.Array:
         """From [b, split s, h] to the same, through [b, whole s, split f]; `drop`: of adapters."""
-        gates = (None,) if self.config.is_gated else ()
+        gates, in_kernel = (None,) if self.config.is_gated else (), self.config.activation in ("swiglu", "geglu")
         lead = ("batch", "whole_sequence")
         up = checkpoint_name(self.up(y, self.operations.column, (*lead, *gates, "feedforward"), drop=drop), "up")
-        if self.config.is_gated and self.operations.gated and not hasattr(self.down, "lora"):
+        if in_kernel and self.operations.gated and not hasattr(self.down, "lora"):
             return self.down(up, self.operations.gated, ACTIVATIONS[self.config.activation])
         active = activate(self.config, up)
         # Its gradient must be split by feedforward too: otherwise XLA may split it by sequence and add an all-to-all.

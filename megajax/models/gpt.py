@@ -52,7 +52,7 @@ class Embedding(nnx.Module):
             shape = (config.sequence_length, config.hidden)
             table = jax.random.normal(named_key(key, "positions"), shape) * config.init_deviation
             self.positions = parameter(table, "positions", "hidden")
-        if config.embedding_norm:
+        if config.embedding_norm or config.post_norm:
             self.norm = Norm(config)
 
     def __call__(self, microbatch: Microbatch) -> jax.Array:
@@ -62,6 +62,11 @@ class Embedding(nnx.Module):
 
     def vectors(self, microbatch: Microbatch) -> jax.Array:
         """The same before dropout."""
+        x = self.summed(microbatch)
+        return self.constrain(self.norm(x), *RESIDUAL) if hasattr(self, "norm") else x
+
+    def summed(self, microbatch: Microbatch) -> jax.Array:
+        """The same before the norm."""
         tokens, positions, dtype = microbatch["tokens"], microbatch.get("positions"), self.context.dtype
         x = self.constrain(self.context.vocabulary.lookup(self.tokens[...], tokens, dtype=dtype), *RESIDUAL)
         if self.config.embedding_multiplier != 1:
@@ -72,7 +77,7 @@ class Embedding(nnx.Module):
             else:  # fp32, so that the gradient's rows are summed in fp32
                 added = jnp.take(self.positions[...].astype(jnp.float32), positions, axis=0).astype(dtype)
             x = self.constrain(x + added, *RESIDUAL)
-        return self.norm(x) if self.config.embedding_norm else x
+        return x
 
 
 class Head(nnx.Module):

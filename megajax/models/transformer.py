@@ -91,11 +91,11 @@ class Block(nnx.Module):
         one_pass = self.context.operations.norm
         entries, mixes = {}, self.config.mixer != "none"
         if mixes:
-            y = (
-                x
-                if post_norm or placement == "post"
-                else self._split(self.attention_norm(x, one_pass), "attention_input")
-            )
+            y = x
+            if not post_norm and placement != "post":
+                y = self.attention_norm(x, one_pass)
+                y = y if self.config.first_attention_norm else jnp.where(layer == 0, x, y)
+                y = self._split(y, "attention_input")
             mix = self.attention if self.config.mixer == "attention" else self.mixer
             attended, entries = mix(y, microbatch, layer, dropout, cache, lora_drop)
             x = x + self._added("attention", attended, dropout)

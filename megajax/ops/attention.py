@@ -97,6 +97,7 @@ def masked_softmax(
     seen = key <= query if causal else np.ones((1, 1), bool)
     if window is not None:
         seen = seen & (key > query - window)
+        seen = seen if causal else seen & (key < query + window)
     if document is not None:
         own = document[:, :, None] == document[:, None, :]
         seen = seen & own.reshape(len(own), *[1] * (scores.ndim - 3), *own.shape[1:])
@@ -138,8 +139,8 @@ def plain_attention(
       scoring: what is done to scores and probabilities.
       constrain: (x, *logical axes) -> x, a sharding constraint.
       document: number of each token's document, [b, s], if tokens attend to their own document only.
-      window: latest tokens that a token attends to, itself included (2310.06825), a scalar or [b, 1, 1, s, 1]; None: all
-        before it.
+      window: latest tokens that a token attends to, itself included (2310.06825), a scalar or [b, 1, 1, s, 1]; without a
+        causal mask as many later ones too. None: all.
       causal: whether keys after their query are hidden.
       padding: number of tokens at the end of each sample that nothing attends to, [b]; None: 0.
 

@@ -12,7 +12,8 @@ With "auto", the first that the GPU, the model and the mask allow:
 | | | | cuDNN's five; tokamax's forward takes 0.94 to 0.98 of cuDNN's time (its own, on an A100) |
 
 A sliding window of all layers is cuDNN's on all of them; masks of documents and of padding, chunks, and windows that differ
-between layers, are tokamax's; sinks are added to either's results. Soft caps are XLA's.
+between layers, are tokamax's; sinks are added to either's results. Soft caps, and windows in both directions (ModernBERT),
+are XLA's.
 """
 
 from collections.abc import Collection
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 FUSED = ("cudnn", "tokamax")  # the values of --attention with a fused kernel
+KERNEL_MASKS = ("documents", "padding", "windows")  # of `mask_of`, that some fused kernel has
 AS_REQUESTED = "as requested"  # the reason of an implementation that `--attention` names
 LARGEST_HEAD = 256  # of the fused kernels
 UNEQUAL_HEADS = 192, 128  # of queries and keys, and of values: cuDNN's only pair, that of DeepSeek's latent attention
@@ -116,9 +118,10 @@ def choose_attention(
     if requested == "xla":
         return Choice("xla", AS_REQUESTED, window)
     neither = _kernel_problem(max(head_sizes), dropout, precision, device)
-    unfused = mask is not None and mask.startswith("attention_")
+    unfused = mask is not None and mask not in KERNEL_MASKS
     if unfused and (neither is None or device.platform != "gpu"):
-        neither = f"fused kernels have no {mask}, which this model has"
+        both_ways = " in both directions" if mask == "sliding_window" else ""
+        neither = f"fused kernels have no {mask}{both_ways}, which this model has"
     of_cudnn = neither or _cudnn_problem(head_sizes, device, installed) or _mask_problem(mask, window, context)
     of_tokamax = neither or _tokamax_problem(installed)
     if requested == "tokamax" and device.platform != "gpu" and dropout == 0 and not unfused:
@@ -150,8 +153,8 @@ def mask_of(documents: bool, attention: Any) -> str | None:
       attention: a model's, with `unfused`, `causal` and `differ` (`FusableAttention`, `costs.Attention`).
 
     Returns:
-      A field that no fused kernel has, "attention_softcap"; "documents"; "padding" at the end of samples; "windows" that
-      differ between layers, or chunks; None: nothing that a kernel would have to know.
+      A field that no fused kernel has, "attention_softcap", or "sliding_window" in both directions; "documents"; "padding"
+      at the end of samples; "windows" that differ between layers, or chunks; None: nothing that a kernel would have to know.
     """
     if attention.unfused:
         return attention.unfused

@@ -284,6 +284,28 @@ def test_flops_have_no_causal_half():
     assert sum(forward_flops(costs).values()) == want and costs.attention.pairs(tokens) == tokens * tokens
 
 
-def test_a_window_is_refused():
-    with pytest.raises(ConfigError, match="sliding_window = 3 is not supported by BERT"):
-        BertConfig(layers=1, hidden=8, heads=1, vocabulary=9, sequence_length=4, sliding_window=3).validate()
+@pytest.mark.parametrize("window", [1, 5, 100, 400, 512])
+def test_windows_reach_in_both_directions(window):
+    """Pairs of tokens that see each other, counted one by one; a token and itself are half a pair on each side."""
+    costs = model_costs(dataclasses.replace(preset("bert-336m"), sliding_window=window))
+    distance = np.abs(np.subtract.outer(np.arange(512), np.arange(512)))
+    own = 512 - window  # tokens whose window is whole have themselves twice
+    assert costs.attention.pairs(512) == (distance < window).sum() + own
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chunked_attention": 3}, "chunked_attention = 3 is not BERT's: pass --chunked-attention none"),
+        ({"post_norm": True, "embedding_norm": True}, "embedding_norm = True.*pass --no-embedding-norm"),
+        (
+            {"post_norm": True, "first_attention_norm": False},
+            "first_attention_norm = False.*pass --first-attention-norm",
+        ),
+        ({"norm_placement": "post", "first_attention_norm": False}, "first_attention_norm = False"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_fields_that_do_not_go_together(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        BertConfig(layers=1, hidden=8, heads=1, vocabulary=9, sequence_length=4, **fields).validate()

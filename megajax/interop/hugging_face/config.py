@@ -269,5 +269,6 @@ def _explicit(model: ModelConfig) -> ModelConfig:
         output_biases=model.has_output_biases,
         attention_scale=model.attention_scale or model.head_dimension**-0.5,
         value_head_size=model.value_dimension if model.kv_latent else None,
+        **({"masked_lm_bias": model.has_masked_lm_bias} if isinstance(model, BertConfig) else {}),
         **idle,
     )

@@ -292,7 +292,7 @@ def _write_box(shards: Shards, values, pieces: tuple[Piece, ...], box: tuple[sli
     for piece in pieces:
         first = stacked_axes(piece)
         start = first_row(piece, sizes) + box[first + lead_axis(piece)].start * rows_of(piece, sizes)
-        for place, index in stacked_indices(box[:first]):
+        for place, index in stacked_indices(box[:first], piece.absent):
             rows = from_leaf(piece, values[place], sizes)
             if shards.dtype == np.float16 and np.abs(rows).max(initial=0) > np.finfo(np.float16).max:
                 raise ConfigError(f"{piece.name(index)} has weights beyond the range of fp16: pass --dtype bf16")

@@ -14,6 +14,7 @@ from megajax.interop.hugging_face.described_families import DESCRIBED_FAMILIES
 from megajax.interop.hugging_face.expert_families import SPARSE_FAMILIES
 from megajax.interop.hugging_face.keys import PLAIN, Family, Keys, read_fields, write_fields
 from megajax.interop.hugging_face.llama_families import LLAMA_FAMILIES
+from megajax.interop.hugging_face.modernbert_family import MODERNBERT_FAMILY
 from megajax.interop.hugging_face.nemotron_family import NEMOTRON_H_FAMILY
 from megajax.interop.hugging_face.recurrent_families import MAMBA2_FAMILY
 
@@ -129,5 +130,6 @@ FAMILIES = {
         NEMOTRON_H_FAMILY,
         _bert("bert", "Bert", post_norm=True),
         _bert("megatron-bert", "MegatronBert", post_norm=False),
+        MODERNBERT_FAMILY,
     )
 }

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from megajax.interop.hugging_face.described_families import DESCRIPTIONS
+from megajax.interop.hugging_face.modernbert_family import MODERNBERT
 from megajax.interop.hugging_face.nemotron_family import NEMOTRON_H
 from megajax.interop.hugging_face.recurrent_families import MAMBA2
 from megajax.interop.hugging_face.tensors import (
@@ -246,4 +247,5 @@ TABLES = {
     "megatron_gated": MEGATRON_GATED,
     "bert": BERT,
     "megatron-bert": MEGATRON_BERT,
+    "modernbert": MODERNBERT,
 }

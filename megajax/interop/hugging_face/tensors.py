@@ -67,6 +67,7 @@ class Piece(NamedTuple):
       layers: the numbers of the layers that the leaf has rows for; None: all.
       whole: the first axis of the tensor, if the piece is one of several parts of it: products of letters, part after part.
       place: of this part in `whole`.
+      absent: the first layers of which no file has it, and on which nothing depends: zero.
     """
 
     tensor: str
@@ -76,6 +77,7 @@ class Piece(NamedTuple):
     layers: tuple[int, ...] | None = None
     whole: tuple[str, ...] = ()
     place: int = 0
+    absent: int = 0
 
     def name(self, index: tuple[int, ...]) -> str:
         """The tensor of a row of the leaf, or of a row and expert; of a leaf without layers () is its index."""

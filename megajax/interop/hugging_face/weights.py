@@ -143,7 +143,7 @@ class Weights:
             inside, ranges = found
             before = first_row(piece, self._sizes)
             start, stop = (before + rows_of(piece, self._sizes) * one for one in ranges[piece.theirs[0]])
-            for place, index in stacked_indices(region[:first]):
+            for place, index in stacked_indices(region[:first], piece.absent):
                 rows = self._tensors[self._stored(piece.name(index))].rows(start, stop)
                 out[place + inside] = to_leaf(piece, rows, ranges, self._sizes)
         return out
@@ -212,14 +212,20 @@ def model_pieces(family: str, name: str, model: ModelConfig) -> tuple[Piece, ...
 def tensor_names(piece: Piece, sizes: Mapping[str, int]) -> Iterator[str]:
     """The names of a piece's tensors, of all layers and experts."""
     rows = sizes if piece.layers is None else {**sizes, "l": len(piece.layers)}
-    for index in itertools.product(*(range(rows[letter]) for letter in STACKED[: stacked_axes(piece)])):
+    whole = [slice(0, rows[letter]) for letter in STACKED[: stacked_axes(piece)]]
+    for _, index in stacked_indices(whole, piece.absent):
         yield piece.name(index)
 
 
-def stacked_indices(region: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Each layer, or layer and expert, of a region: its place inside the region, and its index in the leaf."""
+def stacked_indices(region: Sequence[slice], absent: int = 0) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Each layer, or layer and expert, of a region: its place inside the region, and its index in the leaf.
+
+    Not of the first layers, as many as are `absent`.
+    """
     for place in itertools.product(*(range(one.stop - one.start) for one in region)):
-        yield place, tuple(one.start + at for one, at in zip(region, place, strict=True))
+        index = tuple(one.start + at for one, at in zip(region, place, strict=True))
+        if not index or index[0] >= absent:
+            yield place, index
 
 
 def regions(shape: tuple[int, ...], pieces: Sequence[Piece]) -> tuple[tuple[int, ...], list[tuple[slice, ...]]]:
