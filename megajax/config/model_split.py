@@ -6,6 +6,7 @@ from typing import Any
 from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
 from megajax.config.experts import check_expert_parallel
 from megajax.config.layer_kinds import DENSE, check_kinds_parallel
+from megajax.config.layer_pattern import variants
 from megajax.config.mixers import check_mixer_parallel
 from megajax.config.parallel import ParallelConfig
 
@@ -25,8 +26,9 @@ def check_split(model: Any, parallel: ParallelConfig) -> None:
     check_kinds_parallel(model, parallel)
     recurrent = check_mixer_parallel(model, parallel)
     if parallel.context > 1 and model.unfused_attention:
+        value = next(filter(None, (getattr(one, model.unfused_attention) for one in variants(model))))
         raise ConfigError(
-            f"{model.unfused_attention} = {getattr(model, model.unfused_attention)} is not computed by the kernels of "
+            f"{model.unfused_attention} = {value} is not computed by the kernels of "
             f"attention that context = {parallel.context} needs: pass --context 1."
         )
     if parallel.context > 1 and model.sequence_length % (2 * parallel.context):

@@ -93,7 +93,7 @@ def test_what_the_block_does_not_have_is_refused(keys, message, tmp_path):
 
 def test_context_is_refused():
     run = RunConfig(model_of(golden("modernbert")), ParallelConfig(context=2), TrainConfig(global_batch_size=2))
-    with pytest.raises(ConfigError, match="sliding_window .* is not computed by the kernels.*pass --context 1"):
+    with pytest.raises(ConfigError, match="sliding_window = 4 is not computed by the kernels.*pass --context 1"):
         run.validate()
 
 
