@@ -7,9 +7,10 @@ token, and with multiple_choice it chooses one of several samples (the same pape
               "head": {"norm", "transform", "transform_norm", "bias", "vocabulary", "pooler", "order", "classifier",
                        "spans"}}}
 
-The blocks are those of `megajax.models.transformer` without a causal mask. Of the two norms outside of them a model has one:
-the head's with norms before attention and MLP (Megatron's order, 1909.08053 figure 7b), the embedding's with norms after
-the residual additions (the original order). The table of tokens is padded as GPT's is, and the bias of the logits with it.
+The blocks are those of `megajax.models.transformer` without a causal mask. With norms before attention and MLP (Megatron's
+order, 1909.08053 figure 7b) the head has a norm; with norms after the residual additions (the original order) the
+embedding has one. ModernBERT (2412.13663) has both, and no types.
+The table of tokens is padded as GPT's is, and the bias of the logits with it.
 """
 
 import dataclasses

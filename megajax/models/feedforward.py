@@ -79,10 +79,10 @@ class FeedForward(nnx.Module):
 
     def __call__(self, y: jax.Array, drop=None) -> jax.Array:
         """From [b, split s, h] to the same, through [b, whole s, split f]; `drop`: of adapters."""
-        gates, in_kernel = (None,) if self.config.is_gated else (), self.config.activation in ("swiglu", "geglu")
+        gates = (None,) if self.config.is_gated else ()
         lead = ("batch", "whole_sequence")
         up = checkpoint_name(self.up(y, self.operations.column, (*lead, *gates, "feedforward"), drop=drop), "up")
-        if in_kernel and self.operations.gated and not hasattr(self.down, "lora"):
+        if self.config.is_gated and self.operations.gated and not hasattr(self.down, "lora"):
             return self.down(up, self.operations.gated, ACTIVATIONS[self.config.activation])
         active = activate(self.config, up)
         # Its gradient must be split by feedforward too: otherwise XLA may split it by sequence and add an all-to-all.

@@ -25,6 +25,7 @@ from megajax.schedules.stages import Placement, StageLayers
 
 __all__ = ["UNROLLED_BLOCKS", "StepProgram", "counted_slots"]
 
+WITHOUT_KERNEL = ("geglu_exact", "clamped_swiglu")  # gates that no kernel of one pass computes
 UNROLLED_BLOCKS = 64  # at most; on two CPU cores each takes 1.3 s to compile
 
 
@@ -197,7 +198,8 @@ class StepProgram:
         parallel, matmuls = self.run.parallel, self.run.train.matmul_dtype
         again = parallel.recompute != "none" and parallel.recompute_blocks == 1 and not (self.splits or self.unrolls)
         nothing_to_hide = parallel.tensor == 1 or (self.merges and parallel.pipe == 1)
-        return self.in_place and again and nothing_to_hide and parallel.zero < 3 and matmuls is None
+        computed = getattr(self.run.model, "activation", None) not in WITHOUT_KERNEL
+        return self.in_place and again and nothing_to_hide and parallel.zero < 3 and matmuls is None and computed
 
     @property
     def expert_gates_in_one_pass(self) -> bool:
@@ -205,7 +207,7 @@ class StepProgram:
         model = self.run.model
         if not (getattr(model, "experts", 0) and self.gates_in_one_pass):
             return False
-        return model.activation in ("swiglu", "geglu") and model.expert_weighted == "result" and not model.expert_biases
+        return model.is_gated and model.expert_weighted == "result" and not model.expert_biases
 
     @property
     def keeps_activation(self) -> bool:

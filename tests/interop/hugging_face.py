@@ -15,6 +15,7 @@ from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megajax.interop.hugging_face import __main__ as hugging_face
 from megajax.interop.hugging_face.config import read_config
 from megajax.interop.hugging_face.read_model import initial_params
+from megajax.interop.safetensors import open_tensors
 from megajax.ops.ring_attention import zigzag
 from megajax.runtime.mesh import make_mesh
 from megajax.train.step import Training, make_training
@@ -59,6 +60,28 @@ def training_of(model: ModelConfig, **layout) -> Training:
     run = RunConfig(model, parallel, TrainConfig(precision="fp32", global_batch_size=batch, steps=100))
     run.validate()
     return make_training(run, make_mesh(run.parallel))
+
+
+def round_trip(source: pathlib.Path, to: pathlib.Path) -> tuple[dict, dict]:
+    """Imports `source` and exports it: in fp32, without the imported config.json (to/out), and in bf16, imported again.
+
+    Tensors are compared bit for bit. Returns config.json of the source and of an export with the imported one.
+    """
+    assert convert("import", source, "--run-dir", to / "run") == 0
+    assert convert("export", to / "run", "--out", to / "same", "--max-shard-size", "20KB") == 0
+    (to / "run" / "hugging_face" / "config.json").unlink()
+    for out, kind in (("out", "fp32"), ("bf16", "bf16")):
+        assert convert("export", to / "run", "--out", to / out, "--dtype", kind) == 0
+        before, after = open_tensors(source), open_tensors(to / out)
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            rows, found = tensor.rows(0, tensor.shape[0]), after[name].rows(0, tensor.shape[0])
+            assert found.tobytes() == rows.astype(found.dtype).tobytes(), name
+    assert convert("import", to / "bf16", "--run-dir", to / "again") == 0
+    assert convert("export", to / "again", "--out", to / "last") == 0
+    first, last = (to / out / "model.safetensors" for out in ("bf16", "last"))
+    assert first.read_bytes() == last.read_bytes()
+    return tuple(json.loads((folder / "config.json").read_text()) for folder in (source, to / "same"))
 
 
 def logits_of(training: Training, params) -> np.ndarray:

@@ -275,6 +275,16 @@ def test_twenty_steps_have_the_same_losses_and_loads():
 
 
 @pytest.mark.parametrize(
+    ("activation", "one_pass"), [("swiglu", True), ("geglu", True), ("geglu_exact", False), ("clamped_swiglu", False)]
+)
+def test_which_gates_have_a_backward_in_one_pass(activation, one_pass):
+    """Its kernel multiplies by the gate's function alone: it clamps nothing."""
+    run = small.make_run((2, 2, 1), model=dataclasses.replace(UNEVEN, activation=activation))
+    program = StepProgram.of(run)
+    assert program.gates_in_one_pass == program.expert_gates_in_one_pass == one_pass
+
+
+@pytest.mark.parametrize(
     ("fields", "one_pass"),
     [({}, True), ({"expert_biases": True}, False), ({"expert_weighted": "input"}, False), ({"biases": True}, True)],
 )

@@ -183,7 +183,7 @@ def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) 
         original = {}
     original = {key: value for key, value in original.items() if key not in REPLACED}
     keys, has_table = keys | {"dtype" if "dtype" in original else "torch_dtype": dtype}, "rope_parameters" not in keys
-    if "pad_token_id" in original:
+    if "pad_token_id" in original:  # legal, since transformers has read it
         keys.pop("pad_token_id", None)
     rope = keys.get("rope_parameters", {})
     if "rope_theta" in rope and not original.pop("rope_parameters", None):  # as transformers 4 writes it

@@ -11,12 +11,7 @@ from megajax.interop.hugging_face.llama4_family import LLAMA4
 from megajax.interop.hugging_face.llama_families import write_rotary
 from megajax.interop.hugging_face.recurrent_families import GRANITE_HYBRID, QWEN3_NEXT
 from megajax.interop.hugging_face.shared_expert_families import SHARED_EXPERT_FAMILIES
-from megajax.interop.hugging_face.tensors import (
-    KEY,
-    QUERIES,
-    VALUE,
-    Piece,
-)
+from megajax.interop.hugging_face.tensors import Piece, fused_qkv
 
 __all__ = ["DESCRIBED_FAMILIES", "DESCRIPTIONS"]
 
@@ -71,7 +66,6 @@ OLMO_LEAVES = {
 }
 GATE_AND_UP = {"blocks/feedforward/up/kernel": (Piece(LAYER + "mlp.gate_up_proj.weight", "zf h", "hzf"),)}
 CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
-QKV = ("gnd", "gd", "gd")
 EXPERTS = LAYER + "mlp.experts."
 
 DESCRIPTIONS = (
@@ -112,14 +106,7 @@ DESCRIPTIONS = (
     Description(
         "phi3",
         "Phi3ForCausalLM",
-        leaves=GATE_AND_UP
-        | {
-            "blocks/attention/qkv/kernel": (
-                Piece(LAYER + "self_attn.qkv_proj.weight", "gnd h", "hgnd", QUERIES, None, QKV, 0),
-                Piece(LAYER + "self_attn.qkv_proj.weight", "gd h", "hg1d", KEY, None, QKV, 1),
-                Piece(LAYER + "self_attn.qkv_proj.weight", "gd h", "hg1d", VALUE, None, QKV, 2),
-            )
-        },
+        leaves=GATE_AND_UP | {"blocks/attention/qkv/kernel": fused_qkv(LAYER + "self_attn.qkv_proj.weight")},
         read=_read_phi3,
         padding=32000,
         idle=("attention_dropout", "resid_pdrop", "embd_pdrop"),

@@ -12,7 +12,7 @@ from typing import Any
 from megajax.config import BertConfig, ModelConfig
 from megajax.interop.hugging_face.described_families import DESCRIBED_FAMILIES
 from megajax.interop.hugging_face.expert_families import SPARSE_FAMILIES
-from megajax.interop.hugging_face.keys import PLAIN, Family, Keys, read_fields, write_fields
+from megajax.interop.hugging_face.keys import PLAIN, SIZES, Family, Keys, read_fields, write_fields
 from megajax.interop.hugging_face.llama_families import LLAMA_FAMILIES
 from megajax.interop.hugging_face.modernbert_family import MODERNBERT_FAMILY
 from megajax.interop.hugging_face.nemotron_family import NEMOTRON_H_FAMILY
@@ -54,17 +54,7 @@ def _write_gpt2(model: ModelConfig) -> dict[str, Any]:
 
 
 # BERT: the original one, and Megatron-LM's, whose norms are before attention and MLP. The heads are told by the class.
-BERT = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "feedforward": "intermediate_size",
-    "vocabulary": "vocab_size",
-    "sequence_length": "max_position_embeddings",
-    "init_deviation": "initializer_range",
-    "norm_epsilon": "layer_norm_eps",
-    "token_types": "type_vocab_size",
-}
+BERT = {**SIZES, "norm_epsilon": "layer_norm_eps", "token_types": "type_vocab_size"}
 BERT_HEADS = {
     "ForPreTraining": "masked_lm_and_order",
     "ForMaskedLM": "masked_lm",

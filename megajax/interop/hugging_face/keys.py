@@ -11,7 +11,7 @@ from typing import Any
 from megajax.config import ConfigError, ModelConfig
 from megajax.schedules.errors import shown
 
-__all__ = ["GATED", "PLAIN", "REQUIRED", "Family", "Keys", "read_fields", "read_json", "write_fields"]
+__all__ = ["GATED", "PLAIN", "REQUIRED", "SIZES", "Family", "Keys", "read_fields", "read_json", "write_fields"]
 
 # Activations of transformers with a gate or without one; those by tanh are one function, computed in several orders.
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate")
@@ -87,6 +87,16 @@ class Keys:
             _note(f"{self.path}: {key} = {shown(self.values[key])} has no effect here: megajax trains without it")
 
 
+# Keys of a model's sizes in most families.
+SIZES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "feedforward": "intermediate_size",
+    "vocabulary": "vocab_size",
+    "sequence_length": "max_position_embeddings",
+    "init_deviation": "initializer_range",
+}
 # Types of fields that are not int, and properties with the values of fields that may be None.
 KINDS: dict[str, type] = dict.fromkeys(("tied_embeddings", "qkv_biases", "output_biases"), bool)
 KINDS |= dict.fromkeys(("init_deviation", "norm_epsilon", "attention_scale", "attention_softcap"), float)

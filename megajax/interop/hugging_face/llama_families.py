@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.config.layer_pattern import variants
-from megajax.interop.hugging_face.keys import GATED, Family, Keys, read_fields, write_fields
+from megajax.interop.hugging_face.keys import GATED, SIZES, Family, Keys, read_fields, write_fields
 from megajax.interop.hugging_face.windows import read_windows, write_windows
 
 __all__ = [
@@ -22,15 +22,9 @@ __all__ = [
 ]
 
 NAMES = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
+    **SIZES,
     "kv_heads": "num_key_value_heads",
-    "feedforward": "intermediate_size",
-    "vocabulary": "vocab_size",
-    "sequence_length": "max_position_embeddings",
     "tied_embeddings": "tie_word_embeddings",
-    "init_deviation": "initializer_range",
     "norm_epsilon": "rms_norm_eps",
 }
 # Keys of each kind of rope_scaling: ours -> theirs.

@@ -4,25 +4,16 @@ from typing import Any
 
 from megajax.config import BertConfig
 from megajax.config.layer_pattern import variant_numbers, variants
-from megajax.interop.hugging_face.keys import TANH, Family, Keys, read_fields, write_fields
+from megajax.interop.hugging_face.keys import GATED, SIZES, Family, Keys, read_fields, write_fields
 from megajax.interop.hugging_face.llama_families import read_rotary, write_rotary
-from megajax.interop.hugging_face.tensors import KEY, QUERIES, VALUE, Piece, Table
+from megajax.interop.hugging_face.tensors import Piece, Table, fused_qkv, linear_pieces, norm_pieces
 from megajax.interop.hugging_face.windows import FULL, SLIDING, layer_types, of_kinds, type_of
 
 __all__ = ["MODERNBERT", "MODERNBERT_FAMILY"]
 
 ARCHITECTURE = "ModernBertForMaskedLM"
 PADDING = 50283  # transformers' default of pad_token_id
-NAMES = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "feedforward": "intermediate_size",
-    "vocabulary": "vocab_size",
-    "sequence_length": "max_position_embeddings",
-    "init_deviation": "initializer_range",
-    "norm_epsilon": "norm_eps",
-}
+NAMES = {**SIZES, "norm_epsilon": "norm_eps"}
 FIXED = {
     "positions": "rotary",
     "token_types": 0,
@@ -31,7 +22,7 @@ FIXED = {
     "output_heads": "masked_lm",
 }
 BIASES = ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias")  # the block has all or none
-ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "geglu_exact") | dict.fromkeys(TANH, "geglu") | {"silu": "swiglu"}
+ACTIVATIONS = GATED | dict.fromkeys(("gelu", "gelu_python"), "geglu_exact")
 WRITTEN = {"geglu": "gelu_pytorch_tanh", "swiglu": "silu"}  # geglu_exact: gelu
 
 
@@ -55,18 +46,16 @@ def _read(keys: Keys) -> dict[str, Any]:
 
 def _read_layers(keys: Keys) -> dict[str, Any]:
     """Windows and rotations. local_attention / 2 is the largest distance that a window has, rounded down."""
-    rope, window = (
-        Keys(keys.get("rope_parameters", dict), f"{keys.path}: rope_parameters"),
-        keys.get("local_attention", int),
-    )
-    if window < 0:
+    rope = Keys(keys.get("rope_parameters", dict), f"{keys.path}: rope_parameters")
+    if keys.get("local_attention", int) < 0:
         keys.refuse("local_attention")
-    windows = {SLIDING: window // 2 + 1, FULL: None}
-    types, each = layer_types(Keys(keys.values | {"sliding_window": windows[SLIDING]}, keys.path)), {}
+    windows = {SLIDING: keys.get("local_attention", int) // 2 + 1, FULL: None}
+    types = layer_types(Keys(keys.values | {"sliding_window": windows[SLIDING]}, keys.path))
+    names, each = {SLIDING: "sliding", FULL: "full"}, {}
     for kind in dict.fromkeys(types):
         own = Keys(rope.get(kind, dict), f"{rope.path}: {kind}")
-        each[kind.partition("_")[0]] = read_rotary(keys, own) | {"positions": "rotary", "sliding_window": windows[kind]}
-    return of_kinds([kind.partition("_")[0] for kind in types], each)
+        each[names[kind]] = read_rotary(keys, own) | {"positions": "rotary", "sliding_window": windows[kind]}
+    return of_kinds([names[kind] for kind in types], each)
 
 
 def _write(model: BertConfig) -> dict[str, Any]:
@@ -88,41 +77,21 @@ def _write(model: BertConfig) -> dict[str, Any]:
 MODERNBERT_FAMILY = Family("modernbert", ARCHITECTURE, _read, _write, BertConfig)
 
 LAYER = "model.layers.{}."
-QKV = ("gnd", "gd", "gd")
-NORMS = {  # our norm -> its tensor, and the first layers without it
-    "shared/embedding/norm": ("model.embeddings.norm", 0),
-    "blocks/attention_norm": (f"{LAYER}attn_norm", 1),
-    "blocks/feedforward_norm": (f"{LAYER}mlp_norm", 0),
-    "shared/head/norm": ("model.final_norm", 0),
-    "shared/head/transform_norm": ("head.norm", 0),
-}
-LINEARS = {  # our matmul -> its tensor, the weight's axes in both, and the bias's
-    "blocks/attention/output": (f"{LAYER}attn.Wo", "h ad", "adh", "h", "h"),
-    "blocks/feedforward/up": (f"{LAYER}mlp.Wi", "zf h", "hzf", "zf", "zf"),
-    "blocks/feedforward/down": (f"{LAYER}mlp.Wo", "h f", "fh", "h", "h"),
-    "shared/head/transform": ("head.dense", "e h", "he", "e", "e"),
-}
 MODERNBERT = Table(
     {
         "shared/embedding/tokens": (Piece("model.embeddings.tok_embeddings.weight", "v h", "vh"),),
+        **norm_pieces("shared/embedding/norm", "model.embeddings.norm"),
+        **norm_pieces("blocks/attention_norm", f"{LAYER}attn_norm", absent=1),
+        "blocks/attention/qkv/kernel": fused_qkv(f"{LAYER}attn.Wqkv.weight"),
+        "blocks/attention/qkv/bias": fused_qkv(f"{LAYER}attn.Wqkv.bias", ""),
+        **linear_pieces("blocks/attention/output", f"{LAYER}attn.Wo", "h ad", "adh"),
+        **norm_pieces("blocks/feedforward_norm", f"{LAYER}mlp_norm"),
+        **linear_pieces("blocks/feedforward/up", f"{LAYER}mlp.Wi", "zf h", "hzf"),
+        **linear_pieces("blocks/feedforward/down", f"{LAYER}mlp.Wo", "h f", "fh"),
+        **norm_pieces("shared/head/norm", "model.final_norm"),
+        **linear_pieces("shared/head/transform", "head.dense", "e h", "he"),
+        **norm_pieces("shared/head/transform_norm", "head.norm"),
         "shared/head/bias": (Piece("decoder.bias", "v", "v"),),
-        **{
-            f"{ours}/{leaf}": (Piece(f"{theirs}.{tensor}", "h", "h", absent=absent),)
-            for ours, (theirs, absent) in NORMS.items()
-            for leaf, tensor in (("scale", "weight"), ("bias", "bias"))
-        },
-        "blocks/attention/qkv/kernel": (
-            Piece(f"{LAYER}attn.Wqkv.weight", "gnd h", "hgnd", QUERIES, None, QKV, 0),
-            Piece(f"{LAYER}attn.Wqkv.weight", "gd h", "hg1d", KEY, None, QKV, 1),
-            Piece(f"{LAYER}attn.Wqkv.weight", "gd h", "hg1d", VALUE, None, QKV, 2),
-        ),
-        "blocks/attention/qkv/bias": (
-            Piece(f"{LAYER}attn.Wqkv.bias", "gnd", "gnd", QUERIES, None, QKV, 0),
-            Piece(f"{LAYER}attn.Wqkv.bias", "gd", "g1d", KEY, None, QKV, 1),
-            Piece(f"{LAYER}attn.Wqkv.bias", "gd", "g1d", VALUE, None, QKV, 2),
-        ),
-        **{f"{ours}/kernel": (Piece(f"{one[0]}.weight", *one[1:3]),) for ours, one in LINEARS.items()},
-        **{f"{ours}/bias": (Piece(f"{one[0]}.bias", *one[3:]),) for ours, one in LINEARS.items()},
     },
     prefix="model.",
     ignored=(),

@@ -14,23 +14,19 @@ from megajax.interop.hugging_face.recurrent_families import MAMBA2
 from megajax.interop.hugging_face.tensors import (
     GATE,
     KEY,
+    NORM,
     QUERIES,
     UP,
     VALUE,
     Piece,
     Table,
     expert_pieces,
+    linear_pieces,
+    norm_pieces,
     shared_expert_pieces,
 )
 
-__all__ = ["LLAMA", "LLAMA_LAYER", "QWEN3_MOE", "TABLES", "norm_pieces"]
-
-NORM = {"scale": "weight", "bias": "bias"}
-
-
-def norm_pieces(ours: str, theirs: str) -> dict[str, tuple[Piece, ...]]:
-    return {f"{ours}/{name}": (Piece(f"{theirs}.{torch}", "h", "h"),) for name, torch in NORM.items()}
-
+__all__ = ["LLAMA", "LLAMA_LAYER", "QWEN3_MOE", "TABLES"]
 
 LLAMA_LAYER = "model.layers.{}."
 LLAMA = Table(
@@ -178,10 +174,6 @@ def _bert(norms: Mapping[str, str]) -> Table:
     layer, head = "bert.encoder.layer.{}.", "cls.predictions."
     attention = layer + "attention.self."
 
-    def linear(ours: str, theirs: str, matrix: str, leaf: str) -> dict[str, tuple[Piece, ...]]:
-        bias = Piece(f"{theirs}.bias", matrix[0], matrix[0])
-        return {f"{ours}/kernel": (Piece(f"{theirs}.weight", matrix, leaf),), f"{ours}/bias": (bias,)}
-
     return Table(
         {
             "shared/embedding/tokens": (Piece("bert.embeddings.word_embeddings.weight", "v h", "vh"),),
@@ -197,16 +189,16 @@ def _bert(norms: Mapping[str, str]) -> Table:
                 Piece(attention + "key.bias", "gd", "g1d", KEY),
                 Piece(attention + "value.bias", "gd", "g1d", VALUE),
             ),
-            **linear("blocks/attention/output", layer + "attention.output.dense", "h ad", "adh"),
-            **linear("blocks/feedforward/up", layer + "intermediate.dense", "f h", "hf"),
-            **linear("blocks/feedforward/down", layer + "output.dense", "h f", "fh"),
-            **linear("shared/head/pooler", "bert.pooler.dense", "e h", "he"),
-            **linear("shared/head/transform", head + "transform.dense", "e h", "he"),
+            **linear_pieces("blocks/attention/output", layer + "attention.output.dense", "h ad", "adh"),
+            **linear_pieces("blocks/feedforward/up", layer + "intermediate.dense", "f h", "hf"),
+            **linear_pieces("blocks/feedforward/down", layer + "output.dense", "h f", "fh"),
+            **linear_pieces("shared/head/pooler", "bert.pooler.dense", "e h", "he"),
+            **linear_pieces("shared/head/transform", head + "transform.dense", "e h", "he"),
             **norm_pieces("shared/head/transform_norm", head + "transform.LayerNorm"),
             "shared/head/bias": (Piece(head + "bias", "v", "v"),),
-            **linear("shared/head/order", "cls.seq_relationship", "o h", "ho"),
-            **linear("shared/head/classifier", "classifier", "c h", "hc"),
-            **linear("shared/head/spans", "qa_outputs", "o h", "ho"),
+            **linear_pieces("shared/head/order", "cls.seq_relationship", "o h", "ho"),
+            **linear_pieces("shared/head/classifier", "classifier", "c h", "hc"),
+            **linear_pieces("shared/head/spans", "qa_outputs", "o h", "ho"),
             **{name: piece for ours, theirs in norms.items() for name, piece in norm_pieces(ours, theirs).items()},
         },
         prefix="bert.",

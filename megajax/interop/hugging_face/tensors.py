@@ -37,6 +37,7 @@ from megajax.config.layer_kinds import DENSE
 __all__ = [
     "GATE",
     "KEY",
+    "NORM",
     "QUERIES",
     "UP",
     "VALUE",
@@ -47,12 +48,16 @@ __all__ = [
     "shared_expert_pieces",
     "first_row",
     "from_leaf",
+    "fused_qkv",
     "lead_axis",
+    "linear_pieces",
+    "norm_pieces",
 ]
 __all__ += ["tensor_shape"]
 
 QUERIES, KEY, VALUE = (0, -2), (-2, -1), (-1, None)  # parts of the leaf's last but one axis
 GATE, UP = (0, 1), (1, 2)
+NORM = {"scale": "weight", "bias": "bias"}
 STACKED = "lx"  # the letters of a name's "{}"
 
 
@@ -132,6 +137,27 @@ def shared_expert_pieces(shared: str, gate: str = "") -> dict[str, tuple[Piece, 
         ),
         "blocks/feedforward/shared/down/kernel": (Piece(shared + "down_proj.weight", "h y", "yh"),),
     }
+
+
+def norm_pieces(ours: str, theirs: str, absent: int = 0) -> dict[str, tuple[Piece, ...]]:
+    """The leaves of a norm; `absent`: of `Piece`."""
+    return {f"{ours}/{name}": (Piece(f"{theirs}.{torch}", "h", "h", absent=absent),) for name, torch in NORM.items()}
+
+
+def linear_pieces(ours: str, theirs: str, matrix: str, leaf: str) -> dict[str, tuple[Piece, ...]]:
+    """The leaves of a matmul; `matrix`, `leaf`: the axes of the weight, in the file and here."""
+    outputs = matrix.split()[0]
+    bias = Piece(f"{theirs}.bias", outputs, outputs)
+    return {f"{ours}/kernel": (Piece(f"{theirs}.weight", matrix, leaf),), f"{ours}/bias": (bias,)}
+
+
+def fused_qkv(tensor: str, inputs: str = "h") -> tuple[Piece, ...]:
+    """Queries, keys and values one after the other in a tensor; `inputs`: "" of their biases."""
+    whole, parts = ("gnd", "gd", "gd"), (("gnd", QUERIES), ("g1d", KEY), ("g1d", VALUE))
+    return tuple(
+        Piece(tensor, f"{theirs} {inputs}".rstrip(), inputs + ours, part, None, whole, place)
+        for place, (theirs, (ours, part)) in enumerate(zip(whole, parts, strict=True))
+    )
 
 
 def axis_sizes(model: ModelConfig) -> dict[str, int]:
