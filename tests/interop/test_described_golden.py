@@ -1,6 +1,7 @@
 """Families with a description: their logits are those that transformers computed (make_described_golden.py), also cached."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint import layout
+from megajax.config import ConfigError
 from megajax.interop.hugging_face.config import family_of_model, read_config
 from megajax.interop.hugging_face.weights import Weights
 from megajax.interop.safetensors import open_tensors
@@ -86,3 +88,29 @@ def test_cached_logits_are_those_of_transformers(family):
     model, params, wanted = golden(family)
     found = jax.jit(lambda params, tokens: through(model, params, tokens, CACHED))(params, tokens())
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
+
+
+def with_keys(family: str, folder, **keys):
+    """A copy of the directory's config.json with other values, null too."""
+    values = json.loads((DESCRIBED / family / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | keys))
+    return folder
+
+
+def test_a_null_switch_is_off_as_in_transformers(tmp_path):
+    model = read_config(with_keys("deepseek_v3", tmp_path, norm_topk_prob=None, rope_interleave=None))[1]
+    assert (model.router_normalize, model.rotary_pairs) == (False, "halves")
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("deepseek_v3", {"head_dim": 2}),  # the size of transformers' rotation, whatever qk_rope_head_dim is
+        ("gemma2", {"model_type": "gemma3_text", "attn_logit_softcapping": 3.0}),  # which its attention does not use
+        ("qwen3_next", {"hidden_act": "gelu_new"}),  # of the mixer's convolution too
+        ("granitemoehybrid", {"hidden_act": "gelu_new"}),
+    ],
+)
+def test_a_value_of_which_transformers_computes_more_or_less_is_refused(family, keys, tmp_path):
+    with pytest.raises(ConfigError, match=f"{[*keys][-1]} = .* is not supported"):
+        read_config(with_keys(family, tmp_path, **keys))

@@ -65,7 +65,7 @@ OLMO_LEAVES = {
     "blocks/attention/key_norm/scale": (Piece(LAYER + "self_attn.k_norm.weight", "gd", "gd"),),
 }
 GATE_AND_UP = {"blocks/feedforward/up/kernel": (Piece(LAYER + "mlp.gate_up_proj.weight", "zf h", "hzf"),)}
-CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+CAP = {"logit_softcap": "final_logit_softcapping"}
 EXPERTS = LAYER + "mlp.experts."
 
 DESCRIPTIONS = (
@@ -76,7 +76,7 @@ DESCRIPTIONS = (
         "gemma2",
         "Gemma2ForCausalLM",
         GEMMA | {"norm_placement": "both"},
-        CAPS,
+        CAP | {"attention_softcap": "attn_logit_softcapping"},
         NO_BIASES,
         SANDWICH,
         activation="hidden_activation",
@@ -89,8 +89,8 @@ DESCRIPTIONS = (
         "gemma3_text",
         "Gemma3ForCausalLM",
         GEMMA | {"norm_placement": "both", "query_key_norm": True},
-        CAPS,
-        NO_BIASES,
+        CAP,
+        NO_BIASES | {"attn_logit_softcapping": None},  # which transformers does not use
         SANDWICH,
         activation="hidden_activation",
         layers="types",
@@ -194,7 +194,7 @@ DESCRIPTIONS = (
             "rotary_pairs": "halves_backwards",
             "activation": "squared_relu",
         },
-        {"logit_softcap": "final_logit_softcapping", "qkv_biases": "attention_bias", "output_biases": "attention_bias"},
+        CAP | {"qkv_biases": "attention_bias", "output_biases": "attention_bias"},
         {"hidden_act": "relu2", "sliding_window": None},
         leaves={
             "blocks/feedforward/up/kernel": (Piece(LAYER + "mlp.fc1.weight", "f h", "hf"),),

@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.config.layer_pattern import variant_numbers, variants
-from megajax.interop.hugging_face.keys import GATED, PLAIN, Family, Keys, read_fields, write_fields
+from megajax.interop.hugging_face.keys import GATED, PLAIN, Family, Keys, kind_of, read_fields, write_fields
 from megajax.interop.hugging_face.llama_families import NAMES, read_rotary, write_rotary
 from megajax.interop.hugging_face.tensors import Piece, Table
 from megajax.interop.hugging_face.windows import FULL, SLIDING, layer_types, of_kinds, type_of
@@ -85,8 +85,9 @@ class Description:
             keys.idle(key)
         for key, value in self.legal.items():
             keys.require(key, value)
-        found = {field: name for field, name in self.own_names.items() if name and keys.values.get(name) is not None}
-        required = {field: name for field, name in self.own_names.items() if field in NAMES and name}
+        names = {field: name for field, name in self.own_names.items() if name}
+        required = {field: name for field, name in names.items() if field in NAMES}
+        found = {field: name for field, name in names.items() if keys.get(name, kind_of(field), None) is not None}
         fields = {"norm": "rmsnorm", "positions": "rotary", "biases": False, **self.fixed}
         fields |= read_fields(keys, found | required) | self._activation(keys)
         head_size = keys.get("head_dim", int, None)

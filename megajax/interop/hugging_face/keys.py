@@ -11,7 +11,18 @@ from typing import Any
 from megajax.config import ConfigError, ModelConfig
 from megajax.schedules.errors import shown
 
-__all__ = ["GATED", "PLAIN", "REQUIRED", "SIZES", "Family", "Keys", "read_fields", "read_json", "write_fields"]
+__all__ = [
+    "GATED",
+    "PLAIN",
+    "REQUIRED",
+    "SIZES",
+    "Family",
+    "Keys",
+    "kind_of",
+    "read_fields",
+    "read_json",
+    "write_fields",
+]
 
 # Activations of transformers with a gate or without one; those by tanh are one function, computed in several orders.
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate")
@@ -45,8 +56,10 @@ class Keys:
         self.values, self.path = values, path
 
     def get(self, key: str, kind: type, default: Any = REQUIRED) -> Any:
-        """The value of a key; the default where it is missing or null."""
+        """The value of a key; the default where it is missing or null, but False for a bool that is null, as in torch."""
         value = self.values.get(key)
+        if value is None and kind is bool and key in self.values:
+            return False
         if value is None:
             if default is REQUIRED:
                 raise ConfigError(f"{self.path} has no {key}: the model's size is unknown; give a complete file")
@@ -107,9 +120,14 @@ COMPUTED = {"feedforward": "feedforward_size", "kv_heads": "key_value_heads", "q
 COMPUTED |= {"output_biases": "has_output_biases"}
 
 
+def kind_of(field: str) -> type:
+    """The type of a field's key."""
+    return KINDS.get(field, int)
+
+
 def read_fields(keys: Keys, names: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a configuration that are keys of config.json; `names`: of the keys, by field."""
-    return {field: keys.get(key, KINDS.get(field, int)) for field, key in names.items()}
+    return {field: keys.get(key, kind_of(field)) for field, key in names.items()}
 
 
 def write_fields(model: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:

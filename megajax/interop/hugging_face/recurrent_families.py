@@ -106,6 +106,8 @@ def _read_mixers(keys: Keys, fields: Fields, linear: str) -> Fields:
     types = keys.get("layer_types", list)
     if len(types) != fields["layers"] or not set(map(str, types)) <= {LINEAR, FULL}:
         keys.refuse("layer_types")
+    if LINEAR in types:
+        keys.require("hidden_act", "silu", "swish")  # the mixer has it too, in which ours is silu
     if len(set(types)) == 1:
         return {"mixer": linear if types[0] == LINEAR else "attention"}
     pattern = layer_pattern_of(["linear" if one == LINEAR else "full" for one in types])

@@ -33,6 +33,7 @@ def _read_latent(keys: Keys, fields: Fields) -> Fields:
     rope = Keys(keys.get("rope_parameters", dict), f"{keys.path}: rope_parameters")
     if fields["heads"] != fields["kv_heads"]:
         keys.refuse("num_key_value_heads")
+    keys.require("head_dim", fields["rotary_head_size"])  # transformers' rotation has its size
     if "rotary_scaling" in fields and (growth := rope.get("mscale_all_dim", float, 0.0)):
         factor = 0.1 * growth * math.log(fields["rotary_factor"]) + 1 if fields["rotary_factor"] > 1 else 1.0
         found["attention_scale"] = size**-0.5 * factor * factor
