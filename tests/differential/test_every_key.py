@@ -1,6 +1,6 @@
 """Every key of a config.json with other values: logits are those of transformers, or an error says what is not computed.
 
-pip install "megajax[judges]" && pytest -m slow tests/interop/test_every_key.py
+pip install "megajax[judges]" && pytest -m slow tests/differential/test_every_key.py
 
 A key that transformers reads and megajax does not would give other logits in silence.
 """
