@@ -12,7 +12,8 @@ from megajax.interop.hugging_face.tables import TABLES
 from megajax.interop.hugging_face.weights import Weights, regions
 from megajax.interop.safetensors import Shards, open_tensors
 from megajax.train.sinks import read_steps
-from tests.interop.hugging_face import SPARSE, convert, golden, initial, model_of
+from tests.interop.described import write_tokenizer
+from tests.interop.hugging_face import SPARSE, convert, copy_of, golden, initial, model_of
 from tests.interop.test_command import peak, train
 
 UP, DOWN = "blocks/feedforward/up", "blocks/feedforward/down"
@@ -74,9 +75,10 @@ def test_the_routers_measured_leaves_are_zero(family):
 @pytest.mark.slow
 def test_training_from_a_sparse_model_balances_it(tmp_path):
     """And its export is of the same family, although the run has a balance loss."""
-    text, run = tmp_path / "text.txt", tmp_path / "run"
+    source, text, run = copy_of("qwen3_moe", tmp_path), tmp_path / "text.txt", tmp_path / "run"
+    write_tokenizer(source)  # that of Qwen, which transformers takes otherwise, has no such words
     text.write_text("w1 w5 w7 w3 w60 w8 w9 w1 w2 " * 300)
-    words = f"--init-from {golden('qwen3_moe')} --sequence-length 16 --devices cpu:4 --pipe 2 --data 2 --schedule zb_h1"
+    words = f"--init-from {source} --sequence-length 16 --devices cpu:4 --pipe 2 --data 2 --schedule zb_h1"
     words += f" --steps 20 --global-batch-size 8 --microbatch-size 1 --learning-rate 3e-3 --run-dir {run}"
     train(f"{words} --balance-loss 0.1", text)
     records = read_steps(run / "log.jsonl")
