@@ -297,3 +297,11 @@ def test_a_model_without_mlps_is_of_a_family_that_has_such_layers():
             ConfigError, match="feedforward = 0 .* which mamba2 and nemotron_h have, .* see --feedforward"
         ):
             family_of_model(dataclasses.replace(preset(name), feedforward=0))
+
+
+def test_an_export_without_a_scaling_has_none_in_transformers(tmp_path):
+    """transformers scales the positions of a gpt_oss whose config.json has no scaling."""
+    plain = {"rotary_scaling": "none", "rotary_factor": None, "rotary_truncate": True}
+    keys = family_of_model(dataclasses.replace(preset("gpt-oss-20b"), **plain))[1]
+    (tmp_path / "config.json").write_text(json.dumps(merge_config({}, keys, "float32")))
+    assert read_config(tmp_path)[1].rotary_scaling == "none"

@@ -32,6 +32,8 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 # Keys of an imported config.json that an export does not keep: what they say is in other keys, or no longer true.
 REPLACED = ("quantization_config", "rope_scaling", "rope_theta", "partial_rotary_factor")
 REPLACED += ("original_max_position_embeddings",)
+# Families whose models have a scaling in transformers where config.json has none.
+SCALED_BY_DEFAULT = ("gpt_oss", "ministral3")
 STATES = ("recurrent_heads", "recurrent_head_size", "recurrent_groups", "recurrent_state")  # of recurrent mixers
 STATES += ("recurrent_convolution", "recurrent_chunk", "recurrent_least_step")
 # Fields of a ModelConfig that config.json does not have, or that change no logits.
@@ -189,7 +191,8 @@ def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) 
     if "rope_theta" in rope and not original.pop("rope_parameters", None):  # as transformers 4 writes it
         scaling = dict(keys.pop("rope_parameters"))
         keys |= {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
-        keys["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+        plain = scaling["rope_type"] == "default" and keys["model_type"] not in SCALED_BY_DEFAULT
+        keys["rope_scaling"] = None if plain else scaling
     usual, other = NAMES_OF_EXPERTS
     if usual in keys and usual not in original and other in original:
         keys[other] = keys.pop(usual)
