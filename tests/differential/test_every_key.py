@@ -15,7 +15,7 @@ from megajax.config import ConfigError
 from megajax.interop.hugging_face.config import read_config
 from megajax.interop.hugging_face.read_model import initial_params
 from tests.interop import described, make_bert_golden, make_golden, make_modernbert_golden
-from tests.interop.hugging_face import logits_of, training_of
+from tests.interop.hugging_face import FAMILIES, logits_of, training_of
 from tests.interop.test_bert import outputs_of
 
 torch = pytest.importorskip("torch")
@@ -35,7 +35,6 @@ OTHERS += ("id2label", "label2id", "problem_type", "is_encoder_decoder", "chunk_
 OTHERS += ("output_attentions", "output_hidden_states", "transformers_version", "rescale_prenorm_residual")
 OTHERS += ("is_decoder", "add_cross_attention", "reorder_and_upcast_attn", "reference_compile", "sparse_prediction")
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "relu2", "quick_gelu")
-SIMPLE = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe")
 LENGTHS = {"original_max_position_embeddings": 8}
 YARN = {"rope_type": "yarn", "factor": 4.0} | LENGTHS
 ROTATIONS = (
@@ -132,7 +131,7 @@ def computed(directory):
     return outputs_of(training, params, given.inputs())["words"]
 
 
-@pytest.mark.parametrize("family", [*described.FAMILIES, *SIMPLE, *make_bert_golden.FAMILIES, "modernbert"])
+@pytest.mark.parametrize("family", [*described.FAMILIES, *FAMILIES, *make_bert_golden.FAMILIES, "modernbert"])
 def test_a_key_is_read_or_refused(family, tmp_path):
     wrong, compared = [], 0
     for number, (change, config) in enumerate(cases(configs()[family])):

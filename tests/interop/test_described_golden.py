@@ -1,7 +1,7 @@
 """Families with a description: their logits are those that transformers computed (make_described_golden.py), also cached."""
 
 import dataclasses
-import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from megajax.ops.cached_attention import PADDING_POSITION, Cache
 from tests import small
 from tests.interop.make_described_golden import DESCRIBED, QUICK
 from tests.interop.make_golden import LENGTH, tokens
+from tests.interop.variants import change_keys
 
 CACHED = 7  # tokens that are in the cache when the others follow
 
@@ -92,8 +93,8 @@ def test_cached_logits_are_those_of_transformers(family):
 
 def with_keys(family: str, folder, **keys):
     """A copy of the directory's config.json with other values, null too."""
-    values = json.loads((DESCRIBED / family / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | keys))
+    shutil.copy(DESCRIBED / family / "config.json", folder)
+    change_keys(folder, keys)
     return folder
 
 

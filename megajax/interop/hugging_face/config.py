@@ -32,8 +32,8 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 # Keys of an imported config.json that an export does not keep: what they say is in other keys, or no longer true.
 REPLACED = ("quantization_config", "rope_scaling", "rope_theta", "partial_rotary_factor")
 REPLACED += ("original_max_position_embeddings",)
-# Families whose models have a scaling in transformers where config.json has none.
-SCALED_BY_DEFAULT = ("gpt_oss", "ministral3")
+# Families that transformers scales where config.json has no scaling, of those that may have none.
+SCALED_BY_DEFAULT = ("gpt_oss",)
 STATES = ("recurrent_heads", "recurrent_head_size", "recurrent_groups", "recurrent_state")  # of recurrent mixers
 STATES += ("recurrent_convolution", "recurrent_chunk", "recurrent_least_step")
 # Fields of a ModelConfig that config.json does not have, or that change no logits.
