@@ -48,11 +48,8 @@ def _write(root: Path, name: str, sums: dict[str, list[int]]) -> Path:
 
 def write_own(root: Path, process: int) -> list[Path]:
     """Writes the checksums of the files that `process` wrote; returns these files and the list's own file."""
-    folder = f"ocdbt.process_{process}"
-    if is_remote(root):  # without a list of what all other processes have written
-        own = [f"state/{folder}/{name}" for name in files_below(root / "state" / folder)]
-    else:
-        own = [name for name in files_below(root) if folder in pathlib.PurePath(name).parts[:-1]]
+    folder = f"state/ocdbt.process_{process}"  # not the others': those they still write, under names that change
+    own = [f"{folder}/{name}" for name in files_below(root / folder)]
     return [*(root / name for name in own), _write(root, f"process_{process}", _sums(root, own))]
 
 

@@ -171,10 +171,17 @@ def children(path: Path) -> list[Path]:
 
 
 def files_below(path: Path) -> dict[str, int]:
-    """Bytes of every file below a directory or folder, by its name relative to it; none if it does not exist."""
+    """Bytes of every file below a directory or folder, by its name relative to it; none if it does not exist.
+
+    A file that another process renames or deletes meanwhile may be missing.
+    """
     if not is_remote(path):
-        found = [pathlib.Path(parent, name) for parent, _, names in os.walk(path) for name in names]
-        return {str(file.relative_to(path)): file.lstat().st_size for file in found}
+        sizes = {}
+        for parent, _, names in os.walk(path):
+            for file in (pathlib.Path(parent, name) for name in names):
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[str(file.relative_to(path))] = file.lstat().st_size
+        return sizes
     with store_errors():
         found = path.fs.find(path.path, detail=True)
     own = path.path.strip("/") + "/"

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import upath
 
-from megajax.checkpoint import mirror, object_store, store_drivers, store_folders, store_lock
+from megajax.checkpoint import checksums, mirror, object_store, store_drivers, store_folders, store_lock
 from megajax.checkpoint.directory import COMMITTED, NAME, PROBE, choose, complete_steps
 from megajax.checkpoint.mirror import Mirror, fetch
 from megajax.checkpoint.run_files import refuse_foreign
@@ -269,3 +269,20 @@ def test_the_drivers_of_arrays_are_those_of_their_places(monkeypatch):
         *("s3://b/x", "gs://b/x", "/a/b", "/a/s3:/b")
     ]
     assert store_drivers.orbax_path(pathlib.Path("/a/b")) == pathlib.Path("/a/b")
+
+
+def test_a_file_that_another_process_renames_meanwhile_is_left_out(tmp_path, monkeypatch):
+    """As tensorstore's files, which have another name until they are complete."""
+    (tmp_path / "file").write_bytes(b"abc")
+    walk = lambda path: iter([(str(path), [], ["file", "file.__lock"])])  # noqa: E731
+    monkeypatch.setattr("os.walk", walk)
+    assert object_store.files_below(tmp_path) == {"file": 3}
+
+
+def test_checksums_of_own_files_need_none_of_another_process(tmp_path):
+    for process in (0, 1):
+        (tmp_path / f"state/ocdbt.process_{process}/d").mkdir(parents=True)
+        (tmp_path / f"state/ocdbt.process_{process}/d/file").write_bytes(b"abc")
+    own, listed = checksums.write_own(tmp_path, 0)
+    assert own == tmp_path / "state/ocdbt.process_0/d/file"
+    assert json.loads(listed.read_text()) == {"state/ocdbt.process_0/d/file": [3, 891568578]}
