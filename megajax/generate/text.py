@@ -77,7 +77,8 @@ class Sample:
                 break
             if token in ending.tokens:
                 self.finish = "end"
-                if token != self.tokenizer.end_of_document and self.tokenizer.text([token]):
+                shown = decode_after(self.tokenizer.text, [*self._before, *self.tokens], [token])
+                if token != self.tokenizer.end_of_document and shown:
                     self.tokens.append(token)  # as transformers shows it
                 break
             self.tokens.append(token)
@@ -119,11 +120,15 @@ class Sample:
         )
         raw = self._raw(count)
         self.tokens, self.finish = self.tokens[:count], "stop"
-        if (shown := self._shown(count)) == raw:
+        if self._shown(count) == raw:
             self._cut_text = raw[:place]
             return
         whole = max(part for part in range(count) if len(self._raw(part)) <= place)  # tokens before the stop
-        self._cut_text = self._shown(whole) + (raw[len(self._raw(whole)) : place] if shown else "")
+        begin, begin_shown = len(self._raw(whole)), len(self._shown(whole))
+        is_special = (
+            self._raw(whole + 1)[begin:] != self._shown(whole + 1)[begin_shown:]
+        )  # the token in which it begins
+        self._cut_text = self._shown(whole) + ("" if is_special else raw[begin:place])
 
 
 def decode_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], tokens: Sequence[int]) -> str:

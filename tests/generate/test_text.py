@@ -50,6 +50,36 @@ def test_a_stop_may_begin_in_the_prompt_but_not_end_in_it(stop, finish):
     assert (sample.text, sample.finish) == ("" if finish == "stop" else "abcd", finish)
 
 
+class Stripping:
+    """A tokenizer that decodes its pieces without the first space, as SentencePiece's; the last of them is special."""
+
+    pieces, end_of_document = (" ", " The", "o", "<|end|>"), 99
+
+    @property
+    def hugging_face(self):
+        return self
+
+    def decode(self, tokens) -> str:
+        return "".join(self.pieces[token] for token in tokens).removeprefix(" ")
+
+    def text(self, tokens) -> str:
+        return self.decode([token for token in tokens if token != 3])
+
+
+def test_an_ending_token_is_shown_as_it_is_after_others():
+    """Alone it would be the space that is dropped."""
+    sample = Sample(0, np.array([1]), Ending(4, 100, (), frozenset({0})), Stripping())
+    sample.extend([0, 2])
+    assert (sample.text, sample.finish) == (" ", "end")
+
+
+@pytest.mark.parametrize(("tokens", "text"), [([0, 3], " "), ([3, 0], ""), ([0, 2], " ")])
+def test_a_stop_in_a_special_token_leaves_nothing_of_it(tokens, text):
+    sample = Sample(0, np.array([1]), Ending(4, 100, ("end|", "o")), Stripping())
+    sample.extend(tokens)
+    assert (sample.text, sample.finish) == (text, "stop")
+
+
 def test_an_ended_document_without_a_token_for_it_goes_on():
     assert extended("ab", Ending(50, 100), 4, end=True).text == "absurplus"
 
