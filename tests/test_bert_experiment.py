@@ -1,18 +1,18 @@
 """`python -m experiments.bert`: a short run, its checkpoint on another mesh, a replay, and options of BERT elsewhere."""
 
-import json
 import math
 
 import pytest
 
 from experiments import bert, gpt3
 from megajax.generate.__main__ import main as generate
+from megajax.train.sinks import read_steps
 
 SMALL = "--layers 2 --hidden 32 --sequence-length 32 --global-batch-size 8 --microbatch-size 2 --validation-batches 1"
 
 
 def losses(path) -> list[float]:
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines() if "loss" in line]
+    return [row["loss"] for row in read_steps(path) if "loss" in row]
 
 
 @pytest.mark.slow
