@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
-from megajax.interop.hugging_face.config import read_config
+from megajax.interop.hugging_face.config import check_written, family_of_model, merge_config, read_config, read_json
 from megajax.interop.hugging_face.read_model import initial_params
 from tests.interop import described, make_bert_golden, make_golden, make_modernbert_golden
 from tests.interop.hugging_face import FAMILIES, logits_of, training_of
@@ -131,7 +131,27 @@ def computed(directory):
     return outputs_of(training, params, given.inputs())["words"]
 
 
-@pytest.mark.parametrize("family", [*described.FAMILIES, *FAMILIES, *make_bert_golden.FAMILIES, "modernbert"])
+EVERY = pytest.mark.parametrize("family", [*described.FAMILIES, *FAMILIES, *make_bert_golden.FAMILIES, "modernbert"])
+
+
+@EVERY
+def test_an_export_says_what_was_read(family, tmp_path):
+    """With the imported config.json and without, which then has all that is not transformers' default."""
+    exported = 0
+    for _, config in cases(configs()[family]):
+        config.save_pretrained(tmp_path)
+        try:
+            found, model = read_config(tmp_path)
+        except ConfigError:
+            continue
+        same, keys = family_of_model(model, found.name)
+        for original in ({}, read_json(tmp_path / "config.json")):
+            check_written(merge_config(original, keys, "float32"), same, model)
+        exported += 1
+    assert exported > 5
+
+
+@EVERY
 def test_a_key_is_read_or_refused(family, tmp_path):
     wrong, compared = [], 0
     for number, (change, config) in enumerate(cases(configs()[family])):

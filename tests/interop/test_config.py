@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megajax.config import PRESETS, ConfigError, preset
-from megajax.interop.hugging_face.config import family_of_model, merge_config, read_config
+from megajax.interop.hugging_face.config import check_written, family_of_model, merge_config, read_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -305,3 +305,14 @@ def test_an_export_without_a_scaling_has_none_in_transformers(tmp_path):
     keys = family_of_model(dataclasses.replace(preset("gpt-oss-20b"), **plain))[1]
     (tmp_path / "config.json").write_text(json.dumps(merge_config({}, keys, "float32")))
     assert read_config(tmp_path)[1].rotary_scaling == "none"
+    family, model = read_config(tmp_path)
+    check_written(merge_config({}, keys, "float32"), family, model)
+    with pytest.raises(ConfigError, match="gpt_oss model cannot be exported: .* kind0.rotary_scaling=yarn"):
+        check_written({name: one for name, one in keys.items() if "rope" not in name}, family, model)
+
+
+def test_an_export_has_the_size_of_heads_that_transformers_would_not_take():
+    """transformers' ministral3 has heads of 128 where config.json does not say."""
+    model = dataclasses.replace(preset("ministral3-8b"), head_size=None, hidden=32 * 64)
+    family, keys = family_of_model(model, "ministral3")
+    check_written(merge_config({}, keys, "float32"), family, model)

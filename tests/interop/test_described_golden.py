@@ -104,6 +104,14 @@ def test_a_null_switch_is_off_as_in_transformers(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("family", "key"), [("deepseek_v3", "first_k_dense_replace"), ("granitemoehybrid", "num_local_experts")]
+)
+def test_a_null_number_that_the_model_needs_is_one_line(family, key, tmp_path):
+    with pytest.raises(ConfigError, match=f"config.json has no {key}: .* give a complete file"):
+        read_config(with_keys(family, tmp_path, **{key: None}))
+
+
+@pytest.mark.parametrize(
     ("family", "keys"),
     [
         ("deepseek_v3", {"head_dim": 2}),  # the size of transformers' rotation, whatever qk_rope_head_dim is

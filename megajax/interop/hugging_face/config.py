@@ -3,8 +3,12 @@
 Writing is checked by reading back: a model whose fields do not all return is not of the family.
 """
 
+import contextlib
 import dataclasses
+import io
+import json
 import pathlib
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +29,7 @@ from megajax.interop.safetensors import SINGLE, has_tensors
 from megajax.schedules.errors import shown
 from megajax.schedules.paths import hub_advice
 
-__all__ = ["family_of_model", "merge_config", "read_config", "read_json", "tokenizer_options"]
+__all__ = ["check_written", "family_of_model", "merge_config", "read_config", "read_json", "tokenizer_options"]
 
 # Families of models with code of their own -> the one in transformers that computes them.
 ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -69,17 +73,23 @@ def read_config(directory: pathlib.Path) -> tuple[Family, ModelConfig]:
         raise ConfigError(
             f"{directory} has an adapter of PEFT: merge it (merge_and_unload, save_pretrained), or remove it"
         )
-    for name in ("num_hidden_layers", "n_layer", "num_labels"):  # lists of so many would be made first
-        if type(keys.values.get(name)) is int and keys.values[name] > MOST_LAYERS:
-            keys.refuse(name)
+    family, model = _model_of(keys, directory.absolute().name)
+    return family, _as_stored(directory, family, model)
+
+
+def _model_of(keys: Keys, name: str) -> tuple[Family, ModelConfig]:
+    """The family and the model of the keys of a config.json, which is at their path."""
+    path, kind = pathlib.Path(keys.path), keys.get("model_type", str)
+    for count in ("num_hidden_layers", "n_layer", "num_labels"):  # lists of so many would be made first
+        if type(keys.values.get(count)) is int and keys.values[count] > MOST_LAYERS:
+            keys.refuse(count)
     keys = _normalized(keys)
-    fields = FAMILIES[kind].read(keys)
-    model = FAMILIES[kind].config(name=directory.absolute().name, **fields)
+    model = FAMILIES[kind].config(name=name, **FAMILIES[kind].read(keys))
     try:
         model.validate()
     except ConfigError as error:
         raise ConfigError(f"{path} is not a legal model: {error}") from None
-    return FAMILIES[kind], _as_stored(directory, FAMILIES[kind], model)
+    return FAMILIES[kind], model
 
 
 def _as_stored(directory: pathlib.Path, family: Family, model: ModelConfig) -> ModelConfig:
@@ -150,10 +160,7 @@ def family_of_model(model: ModelConfig, preferred: str | None = None) -> tuple[F
             back = family.config(name=model.name, **family.read(Keys(keys, "config.json")))
         except ConfigError:  # it has no such value
             continue
-        has_biases = TABLES[family.name].leaves.get("blocks/feedforward/router/bias")  # which the rate moves
-        free = (*FREE, *family.free, *(["balance_bias_rate"] if has_biases else []))
-        free += ("mtp_num_layers",) * TABLES[family.name].more_layers
-        differing = stored_differences(dataclasses.asdict(_explicit(model)), _explicit(back), leave_out=free)
+        differing = _differences(family, model, back)
         if not differing:
             return family, keys
         if nearest is None or len(differing) < len(nearest[1]):
@@ -200,6 +207,45 @@ def merge_config(original: Mapping[str, Any], keys: dict[str, Any], dtype: str) 
     if isinstance(longest, int) and not has_table:  # shorter samples change no weight
         keys["max_position_embeddings"] = max(longest, keys["max_position_embeddings"])
     return {**original, **keys}
+
+
+def check_written(keys: Mapping[str, Any], family: Family, model: ModelConfig) -> None:
+    """Checks that transformers reads a config.json of these keys as the model: where a key is missing it has its default.
+
+    Nothing is checked without transformers, which an export does not need.
+
+    Raises:
+      ConfigError: it reads another model, or refuses it.
+    """
+    try:
+        library("config.json of Hugging Face")
+    except ConfigError:
+        return
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):  # notes are for imports
+        path = pathlib.Path(folder, "config.json")
+        path.write_text(json.dumps(keys), encoding="utf-8")
+        try:
+            back = _model_of(Keys(dict(keys), path), model.name)[1]
+            differing = _differences(family, model, back)
+        except ConfigError as error:
+            differing = [str(error).replace(str(path), "config.json")]
+    if not differing:
+        return
+    if differing[0].startswith("kind_fields "):  # all of each kind of layers
+        differing[0] = ", ".join(sorted({*_explicit(back).kind_fields} - {*_explicit(model).kind_fields}))
+    raise ConfigError(
+        f"this {family.name} model cannot be exported: transformers would read its config.json as another one "
+        f"({'; '.join(differing)})."
+    )
+
+
+def _differences(family: Family, model: ModelConfig, back: ModelConfig) -> list[str]:
+    """What differs between a model and what a config.json of the family makes of it, of the fields that it has."""
+    has_biases = TABLES[family.name].leaves.get("blocks/feedforward/router/bias")  # which the rate moves
+    longer = back.sequence_length > model.sequence_length and model.positions != "learned"  # trained on a part of it
+    free = (*FREE, *family.free, *["balance_bias_rate"] * bool(has_biases), *["sequence_length"] * longer)
+    free += ("mtp_num_layers",) * TABLES[family.name].more_layers
+    return stored_differences(dataclasses.asdict(_explicit(model)), _explicit(back), leave_out=free)
 
 
 def _states(model: ModelConfig) -> dict[str, int]:

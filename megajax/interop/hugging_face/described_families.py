@@ -174,6 +174,7 @@ DESCRIPTIONS = (
         "Ministral3ForCausalLM",
         read=_read_growth,
         write=lambda model: {"rope_parameters": write_rotary(model) | {"llama_4_scaling_beta": model.query_growth}},
+        head_size=128,
         padding=11,
     ),
     Description(

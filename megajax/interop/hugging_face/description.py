@@ -19,6 +19,16 @@ OWN_NORMS = ("blocks/attention_norm/", "blocks/feedforward_norm/")
 Fields = dict[str, Any]
 
 
+class _Found(dict):
+    """Fields that were found in a config.json. To read one whose key is null is an error, which names the key."""
+
+    def __init__(self, keys: Keys, names: Mapping[str, str]):
+        self.keys_of_file, self.names = keys, names
+
+    def __missing__(self, field: str) -> Any:
+        return self.keys_of_file.get(self.names[field], kind_of(field))
+
+
 @dataclasses.dataclass(frozen=True)
 class Description:
     """A family.
@@ -88,7 +98,8 @@ class Description:
         names = {field: name for field, name in self.own_names.items() if name}
         required = {field: name for field, name in names.items() if field in NAMES}
         found = {field: name for field, name in names.items() if keys.get(name, kind_of(field), None) is not None}
-        fields = {"norm": "rmsnorm", "positions": "rotary", "biases": False, **self.fixed}
+        fields = _Found(keys, names)
+        fields |= {"norm": "rmsnorm", "positions": "rotary", "biases": False, **self.fixed}
         fields |= read_fields(keys, found | required) | self._activation(keys)
         head_size = keys.get("head_dim", int, None)
         if head_size and head_size * fields["heads"] != fields["hidden"]:

@@ -42,7 +42,7 @@ from megajax.data.tokenizers import (
     load_tokenizer,
 )
 from megajax.interop.hugging_face.adapters import RunLeaves, export_adapters
-from megajax.interop.hugging_face.config import family_of_model, merge_config, read_json
+from megajax.interop.hugging_face.config import check_written, family_of_model, merge_config, read_json
 from megajax.interop.hugging_face.tensors import (
     Piece,
     axis_sizes,
@@ -125,6 +125,8 @@ def export_run(
     pieces, tensors = {leaf: _pieces(family.name, leaf, model) for leaf in shapes}, {}
     for piece in itertools.chain(*pieces.values()):
         tensors |= dict.fromkeys(tensor_names(piece, sizes), tensor_shape(piece, sizes))
+    written = merge_config(original, keys | ({} if original else _ends(tokenizer)), name)
+    check_written(written, family, model)
     with replace_directory(out, "--out") as unfinished:
         shards = Shards(unfinished, tensors, numpy_dtype, largest)
         on_all_processes("export/create", lambda: shards.create() if jax.process_index() == 0 else None)
@@ -136,7 +138,6 @@ def export_run(
 
         on_all_processes("export/tensors", write_own)
         if jax.process_index() == 0:
-            written = merge_config(original, keys | ({} if original else _ends(tokenizer)), name)
             (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
             _write_tokenizer(run_dir, unfinished, tokenizer)
     files = len({tensor.path for tensor in shards.tensors.values()})
