@@ -71,12 +71,6 @@ def check_split(model: Any, parallel: ParallelConfig) -> None:
                 + "."
             )
     _check_exchange(model, parallel)
-    for name in ("dropout", "lora_dropout"):
-        if parallel.context > 1 and getattr(model, name) > 0:
-            raise ConfigError(
-                f"{name} = {getattr(model, name)}, but dropout masks are drawn for whole sequences and context = "
-                f"{parallel.context} splits them: pass --{name.replace('_', '-')} 0 or --context 1."
-            )
 
 
 def _check_exchange(model: Any, parallel: ParallelConfig) -> None:

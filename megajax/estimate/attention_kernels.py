@@ -3,10 +3,9 @@
 import functools
 
 from megajax.estimate.communication import context_elements, copied_heads, exchanged_elements
-from megajax.estimate.gpus import is_fused
 from megajax.estimate.program_kernels import Kernels, Work
 from megajax.estimate.rates import TOKAMAX_BACKWARD, devices_here
-from megajax.ops.attention_choice import has_head_sizes
+from megajax.ops.attention_choice import FUSED, has_head_sizes
 
 __all__ = ["CONTEXT_MERGED", "AttentionKernels"]
 
@@ -38,7 +37,7 @@ class AttentionKernels(Kernels):
             return Work(), Work(), Work()
         tokens, heads = self.model.sequence_length, parallel.microbatch_size * attention.heads / parallel.tensor
         queries = tokens // parallel.context
-        if is_fused(parallel):
+        if parallel.attention in FUSED:
             sizes = attention.sizes
             query, value = sizes if has_head_sizes(parallel.attention, *sizes) else [max(sizes)] * 2
             scores = heads * attention.pairs(tokens) / parallel.context
@@ -54,7 +53,7 @@ class AttentionKernels(Kernels):
                 Work(attention=one / rate, gaps=self.rates.gap) for one, rate in zip(flops, rates, strict=True)
             )
             return forward, backward, Work()
-        return self._unfused(heads, queries, tokens)
+        return (self._unfused if parallel.context == 1 else self._with_statistics)(heads, queries, tokens)
 
     def _unfused(self, heads: float, queries: float, tokens: float) -> tuple[Work, Work, Work]:
         """As `attention`, of products and kernels that XLA makes of a softmax, on so many heads of all samples.
@@ -81,6 +80,23 @@ class AttentionKernels(Kernels):
             return work(2, 4, 3), work(4, 4, 4), Work()
         of_gradients = work(4, 4, 3 if mode == "full" else 2, backward)
         return work(2, 4, 0, forward), of_gradients, work(1, 4, 0)
+
+    def _with_statistics(self, heads: float, queries: float, tokens: float) -> tuple[Work, Work, Work]:
+        """As `_unfused`, of XLA's attention on ranks that share samples (`ops/attention_kernels.py`), with scores in fp32.
+
+        Of the pieces of a causal ring it has those that are not hidden. A forward reads the scores three times, and writes
+        the probabilities. A backward computes the scores again, reads them and the probabilities' gradient, and writes the
+        probabilities and the scores' gradient. What dropout kept is a byte of a score, written and read by the backward.
+        """
+        attention, ring = self.model.attention, self.parallel.ring_ranks
+        scores = heads * queries * tokens * ((1 + ring) / (2 * ring) if attention.causal else 1)
+        flops = 2 * scores * attention.mean_size
+        fp32, probabilities = 4 * scores, self.item * scores
+        writes, reads = self.rates.product(flops, fp32, fp32), self.rates.product(flops, 0, probabilities)
+        gaps = ring * self.rates.gap
+        forward = Work(matmul=writes + reads, gaps=2 * gaps) + self.traffic(3 * fp32 + probabilities, 3 * ring)
+        moved = 2 * fp32 + 2 * probabilities + 2 * self.drops * scores
+        return forward, Work(matmul=2 * writes + 3 * reads, gaps=5 * gaps) + self.traffic(moved, 2 * ring), Work()
 
     def between_ranks(self, backward: int) -> Work:
         """Copies and partial results of a forward (0) or a backward (1) whose samples several ranks share."""
@@ -146,6 +162,6 @@ class AttentionKernels(Kernels):
         ranks = self.parallel.context
         one, alone = self.send(elements * self.item, "data", ranks), self.parallel.tensor == 1
         if backward and alone:
-            return (4 * ranks - 2) * one, self.attention[1].attention
+            return (4 * ranks - 2) * one, self.attention[1].compute
         beside = 2 * self._queries / self.rates.memory if alone else 0.0
         return (2 * (ranks - 1) - (1 - backward)) * one, beside

@@ -149,8 +149,10 @@ def workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
     The larger of a block's (`_block_workspace`, with a fused attention kernel) and the head's: logits, of the columns that a
     device has, their gradient, and three arrays of all tokens. Without a fused kernel a block has its weights' gradients in
     16 bit and four arrays of attention scores (least squares over the grid gives 1.14 and 4.23; all else shares that memory
-    at other times), with dropout also its mask, of a byte, and the probabilities before it. With ZeRO-3 a block has its
-    gathered weights. cuDNN's own workspace is unknown without a GPU, and not counted.
+    at other times), with dropout also its mask, of a byte, and the probabilities before it. Between ranks that share samples
+    two of the four are in fp32, of the scores of pieces, or where the sequence is exchanged for heads of whole samples, and
+    dropout has its mask only. With ZeRO-3 a block has its gathered weights. cuDNN's own workspace is unknown without a GPU,
+    and not counted.
     """
     model, parallel = model_costs(run.model), run.parallel
     samples, tokens, tensor = parallel.microbatch_size, model.sequence_length // parallel.context, parallel.tensor
@@ -159,8 +161,10 @@ def workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
         return max(_block_bytes(run, item, sharding), head)
     gradients = item * model.block.on_device(tensor) if model.experts is None else _expert_workspace(run, item)
     heads = model.attention.heads if model.attention else 0
-    dropped = (1 + item) * (heads > 0 and model.attention.dropout > 0)
-    scores = (4 * item + dropped) * samples * heads * tokens * tokens // tensor
+    drops = heads > 0 and model.attention.dropout > 0
+    each = 4 * item + (1 + item) * drops if parallel.context == 1 else 2 * 4 + 2 * item + drops
+    whole_samples = parallel.context // parallel.ring_ranks
+    scores = each * samples * heads * tokens * tokens * whole_samples // tensor
     return max(gradients + scores + _beside_block(run, item, sharding), head - 3 * whole)
 
 

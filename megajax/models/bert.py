@@ -115,7 +115,7 @@ class BertHead(nnx.Module):
 
     def class_logits(self, states: jax.Array, is_first: jax.Array, dropout: Dropout) -> jax.Array:
         """Scores of the classes, fp32 [b, classes]; with choices, of the samples [b, 1]."""
-        pooled = dropout(self.pooled(states, is_first), "pooled", "batch", "hidden")
+        pooled = dropout(self.pooled(states, is_first), "pooled", "batch", "hidden", tokens=False)
         return self.classifier(pooled, jnp.tensordot, 1).astype(jnp.float32)
 
     def span_logits(self, states: jax.Array) -> jax.Array:

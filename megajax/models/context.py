@@ -210,8 +210,8 @@ def _operations(run: RunConfig, rules: AxisRules, attention: Choice, device: jax
         return operations
     kernel = _kernel(attention, parallel, device)
 
-    def attend(query, key, value, document=None, padding=None, causal=True, sinks=None):
-        return fused_attention(query, key, value, kernel, document, padding, causal, sinks)
+    def attend(query, key, value, document=None, padding=None, causal=True, sinks=None, drop=None):
+        return fused_attention(query, key, value, kernel, document, padding, causal, sinks, drop)
 
     return operations._replace(attend=attend)
 

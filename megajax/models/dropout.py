@@ -6,34 +6,59 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.nnx_model import named_key
+from megajax.ops.score_dropout import ScoreDropout
 
 __all__ = ["Dropout"]
 
 
 class Dropout:
-    """Dropout whose masks depend on the sample, the layer and the site alone: the same on any mesh, in any microbatch.
+    """Dropout whose masks depend on the sample, the token's place in it, the layer and the site alone.
+
+    So they are the same on any mesh, in any microbatch, on whatever context rank a token is.
 
     Attributes:
       rate: probability of dropping an element; 0 outside training.
       constrain: the context's.
       keys: one key for each sample, [b], already folded with the layer; None where the rate is 0.
+      places: of the tokens in the sample, [b, s]; None: 0 to s - 1.
     """
 
     def __init__(self, rate: float, context: ModelContext, microbatch: Microbatch, layer: jax.Array | int):
-        """Reads the microbatch's "sample", the samples' index in the run [b], only if the rate is not 0."""
+        """Reads the microbatch's "sample", the samples' index in the run [b], and "places", only if the rate is not 0."""
         self.rate, self.constrain, self.keys = rate if context.training else 0.0, context.constrain, None
         if self.rate > 0:
             key = jax.random.key(context.dropout_seed)
             fold = lambda index: jax.random.fold_in(jax.random.fold_in(key, index), layer)  # noqa: E731
-            self.keys = jax.vmap(fold)(microbatch["sample"])
+            self.keys, self.places = jax.vmap(fold)(microbatch["sample"]), microbatch.get("places")
 
-    def __call__(self, x: jax.Array, site: str, *axes: str | None) -> jax.Array:
-        """Drops elements of x [b, ...], which has these logical axes, and scales up the rest; `site` names the mask."""
+    def __call__(self, x: jax.Array, site: str, *axes: str | None, tokens: bool = True) -> jax.Array:
+        """Drops elements of x [b, s, ...], which has these logical axes, and scales up the rest; `site` names the mask.
+
+        Without `tokens` x is [b, ...]: of samples.
+        """
         if self.keys is None:
             return x
 
         def draw(key):  # threefry counts elements of the whole array: the bits do not depend on the sharding
-            return jax.random.bernoulli(named_key(key, site), 1 - self.rate, x.shape[1:])
+            return jax.random.bernoulli(key, 1 - self.rate, x.shape[1 + tokens :])
 
-        mask = checkpoint_name(self.constrain(jax.vmap(draw)(self.keys), *axes), f"{site}_mask")
+        mask = jax.vmap(jax.vmap(draw))(self._of_tokens(site, x.shape[1])) if tokens else jax.vmap(draw)(self._of(site))
+        mask = checkpoint_name(self.constrain(mask, *axes), f"{site}_mask")
         return jnp.where(mask, x / (1 - self.rate), 0).astype(x.dtype)
+
+    def of_scores(self, heads: int, length: int) -> ScoreDropout | None:
+        """Dropout of the attention probabilities of queries of s = `length` tokens; None: there is none."""
+        if self.keys is None:
+            return None
+        each = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))  # [s], [heads] -> [heads, s]
+        keys = jax.vmap(each, (0, None))(self._of_tokens("probabilities", length), jnp.arange(heads))
+        return ScoreDropout(self.constrain(jax.random.key_data(keys), "batch", "heads", None, None), rate=self.rate)
+
+    def _of(self, site: str) -> jax.Array:
+        """Keys of a site's samples, [b]."""
+        return jax.vmap(lambda key: named_key(key, site))(self.keys)
+
+    def _of_tokens(self, site: str, length: int) -> jax.Array:
+        """Keys of a site's tokens, [b, s]."""
+        places = jnp.broadcast_to(jnp.arange(length), (len(self.keys), length)) if self.places is None else self.places
+        return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(self._of(site), places)

@@ -13,6 +13,7 @@ Shapes: b samples, s queries, t keys, a heads of size d in g groups that share a
 heads of size v, which is d but for latent attention.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.ops.flash_attention import HIDDEN_SCORE
 from megajax.ops.linear import Constrain, identity
+from megajax.ops.score_dropout import ScoreDropout
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 
 __all__ = [
@@ -39,27 +41,34 @@ __all__ = [
 ]
 
 HEADS = P(None, None, TENSOR)  # queries, keys, values and outputs: their third axis is heads or groups
-STATISTICS = P(None, TENSOR)
+STATISTICS = P(None, TENSOR)  # and of the random keys of dropout
 SCORES = ("batch", "groups", None, None, None)  # logical axes of [b, g, n, s, t]
 NAMES = ("context", "attention_statistics")  # saved by the forward, as megajax.models.remat names them
 
 
 class Scoring(NamedTuple):
-    """What attention does to its scores besides hiding some; of it fused attention has sinks only.
+    """What attention does to its scores besides hiding some; of it fused attention has no soft cap.
 
     Attributes:
-      drop: dropout on the probabilities.
+      drop: dropout of the probabilities; None: there is none.
       softcap: their bound, see `softcapped`; None: they have none.
       sinks: one more score of each head, [g, n], see `softmax_with_sinks`; None: there is none.
     """
 
-    drop: Callable[[jax.Array], jax.Array] = identity
+    drop: ScoreDropout | None = None
     softcap: float | None = None
     sinks: jax.Array | None = None
 
     def capped(self, scores: jax.Array) -> jax.Array:
         """The scores within their bound."""
         return scores if self.softcap is None else softcapped(scores, self.softcap)
+
+    def dropped(self, probabilities: jax.Array, constrain: Constrain) -> jax.Array:
+        """The probabilities [b, g, n, s, t] after dropout; its mask is named for `jax.checkpoint`."""
+        if self.drop is None:
+            return probabilities
+        kept = checkpoint_name(constrain(self.drop.kept(probabilities.shape), *SCORES), "probabilities_mask")
+        return self.drop(probabilities, kept)
 
 
 def softcapped(x: jax.Array, cap: float) -> jax.Array:
@@ -150,20 +159,21 @@ def plain_attention(
     query = query * query.shape[-1] ** -0.5  # before the product: a sum of d terms could overflow fp16
     scores = constrain(jnp.einsum("bsgnd,btgd->bgnst", query, key), *SCORES)
     probabilities = masked_softmax(scoring.capped(scores), document, padding, window, causal, scoring.sinks)
-    return jnp.einsum("bgnst,btgd->bsgnd", scoring.drop(probabilities), value)
+    return jnp.einsum("bgnst,btgd->bsgnd", scoring.dropped(probabilities, constrain), value)
 
 
 class Kernel(NamedTuple):
     """An implementation of attention, on the heads and the part of the sequence that a device has.
 
     Attributes:
-      forward: (query [b, s, a, d], key [b, t, g, d], value [b, t, g, v], causal, first) -> (output [b, s, a, v],
+      forward: (query [b, s, a, d], key [b, t, g, d], value [b, t, g, v], causal, first, drop) -> (output [b, s, a, v],
         statistics [b, a, s]). Statistics are the fp32 logarithm of the sum over keys of exp(score), score =
         query key / sqrt(d). `causal` hides keys after their query (then s = t). `first`, int32 [b, s] and not decreasing
         along s, hides keys before first[query]; None hides none. A query that sees no key has output 0 and statistics
-        HIDDEN_SCORE; with `causal` each sees itself.
-      backward: (query, key, value, output, statistics, gradient of the output, causal, first) -> gradients of query, key
-        and value. Output and statistics may be those of a softmax over more keys than these: the gradients are then
+        HIDDEN_SCORE; with `causal` each sees itself. `drop`: dropout of the probabilities, of these queries and keys;
+        only `attention_kernels.XLA`, and what is made of it, has any.
+      backward: (query, key, value, output, statistics, gradient of the output, causal, first, drop) -> gradients of query,
+        key and value. Output and statistics may be those of a softmax over more keys than these: the gradients are then
         these keys' part, which is what ring attention sums.
     """
 
@@ -181,6 +191,7 @@ def fused_attention(
     padding: jax.Array | None = None,
     causal: bool = True,
     sinks: jax.Array | None = None,
+    drop: ScoreDropout | None = None,
 ) -> jax.Array:
     """softmax(query key^T / sqrt(d)) value over the keys that each query sees; needs a mesh with a "tensor" axis set.
 
@@ -198,43 +209,46 @@ def fused_attention(
       padding: int32 [b], the number of tokens at the end of each sample that nothing attends to; not causal only.
       causal: whether keys after their query are hidden.
       sinks: one more score of each head, [g, n], groups split over tensor, see `softmax_with_sinks`; None: there is none.
+      drop: dropout of the probabilities, heads split over tensor; None: there is none.
 
     Returns:
       [b, s, g, n, v], named "context" where it is differentiated.
     """
-    return _forward(query, key, value, kernel, document, padding, causal, sinks)[0]
+    return _forward(query, key, value, kernel, document, padding, causal, sinks, drop)[0]
 
 
-def _forward(query, key, value, kernel, document, padding, causal, sinks):
+def _forward(query, key, value, kernel, document, padding, causal, sinks, drop):
     assert (document if not causal else padding) is None
 
-    def local(query, key, value, document, padding, sinks):
+    def local(query, key, value, document, padding, sinks, drop):
         key, value = (_reversed(x, padding) for x in (key, value))
         first = document if padding is None else jnp.broadcast_to(padding[:, None], query.shape[:2])
-        output, statistics = kernel.forward(join_heads(query), key, value, causal, first)
+        drop = drop and dataclasses.replace(drop, is_reversed=padding is not None)
+        output, statistics = kernel.forward(join_heads(query), key, value, causal, first, drop)
         if sinks is not None:
             output, statistics = _with_sinks(output, statistics, sinks)
         return output.reshape(*query.shape[:-1], -1), statistics
 
-    specs = (HEADS, HEADS, HEADS, P(), P(), P(TENSOR)), (HEADS, STATISTICS)
-    results = on_tensor_shards(local, *specs)(query, key, value, document, padding, sinks)
+    specs = (HEADS, HEADS, HEADS, P(), P(), P(TENSOR), STATISTICS), (HEADS, STATISTICS)
+    results = on_tensor_shards(local, *specs)(query, key, value, document, padding, sinks, drop)
     output, statistics = map(checkpoint_name, results, NAMES)
-    return output, (query, key, value, output, statistics, document, padding, sinks)
+    return output, (query, key, value, output, statistics, document, padding, sinks, drop)
 
 
 def _backward(kernel, causal, residuals, gradient):
-    def local(query, key, value, output, statistics, document, padding, sinks, gradient):
+    def local(query, key, value, output, statistics, document, padding, sinks, drop, gradient):
         joined = map(join_heads, (query, output, gradient))
         query_, output, gradient = joined
         key, value = (_reversed(x, padding) for x in (key, value))
         first = document if padding is None else jnp.broadcast_to(padding[:, None], query.shape[:2])
-        dq, dk, dv = kernel.backward(query_, key, value, output, statistics, gradient, causal, first)
+        drop = drop and dataclasses.replace(drop, is_reversed=padding is not None)
+        dq, dk, dv = kernel.backward(query_, key, value, output, statistics, gradient, causal, first, drop)
         of_sinks = None if sinks is None else _gradient_of_sinks(output, statistics, sinks, gradient)
         return dq.reshape(query.shape), _reversed(dk, padding), _reversed(dv, padding), of_sinks
 
-    specs = (*[HEADS] * 4, STATISTICS, P(), P(), P(TENSOR), HEADS), (*[HEADS] * 3, P(TENSOR))
+    specs = (*[HEADS] * 4, STATISTICS, P(), P(), P(TENSOR), STATISTICS, HEADS), (*[HEADS] * 3, P(TENSOR))
     *of_arrays, of_sinks = on_tensor_shards(local, *specs)(*residuals, gradient)
-    return *of_arrays, None, None, of_sinks
+    return *of_arrays, None, None, of_sinks, None
 
 
 def _with_sinks(output: jax.Array, statistics: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -21,6 +21,9 @@ from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_for
 __all__ = ["CUDNN", "INTERPRETED", "XLA", "cudnn_kernel", "tokamax_kernel", "with_one_size", "with_window"]
 
 
+NO_DROPOUT = "fused kernels draw no dropout"
+
+
 def with_window(kernel: Kernel, window: int | None) -> Kernel:
     """The kernel for queries that see the last `window` keys only, themselves included; causal only."""
     if window is None:
@@ -30,12 +33,11 @@ def with_window(kernel: Kernel, window: int | None) -> Kernel:
         start = jnp.maximum(jnp.arange(query.shape[1], dtype=jnp.int32) - (window - 1), 0)[None]
         return jnp.broadcast_to(start, query.shape[:2]) if first is None else jnp.maximum(start, first)
 
-    def forward(query, key, value, causal, first=None):
-        return kernel.forward(query, key, value, causal, both(query, first))
+    def forward(query, key, value, causal, first=None, drop=None):
+        return kernel.forward(query, key, value, causal, both(query, first), drop)
 
-    def backward(query, *arguments):
-        *others, first = arguments
-        return kernel.backward(query, *others, both(query, first))
+    def backward(query, key, value, output, statistics, gradient, causal, first=None, drop=None):
+        return kernel.backward(query, key, value, output, statistics, gradient, causal, both(query, first), drop)
 
     return Kernel(forward, backward)
 
@@ -55,13 +57,15 @@ def with_one_size(kernel: Kernel, has: Callable[[int, int], bool] = operator.eq)
         arrays = query * factor, key, value, *others
         return [jnp.pad(x, (*[(0, 0)] * 3, (0, width - x.shape[-1]))) for x in arrays], factor
 
-    def forward(query, key, value, causal, first=None):
+    def forward(query, key, value, causal, first=None, drop=None):
+        assert drop is None, NO_DROPOUT
         if has(query.shape[-1], value.shape[-1]):
             return kernel.forward(query, key, value, causal, first)
         output, statistics = kernel.forward(*widen(query, key, value)[0], causal, first)
         return output[..., : value.shape[-1]], statistics
 
-    def backward(query, key, value, output, statistics, gradient, causal, first=None):
+    def backward(query, key, value, output, statistics, gradient, causal, first=None, drop=None):
+        assert drop is None, NO_DROPOUT
         if has(query.shape[-1], value.shape[-1]):
             return kernel.backward(query, key, value, output, statistics, gradient, causal, first)
         (*wide, output, gradient), factor = widen(query, key, value, output, gradient)
@@ -89,19 +93,25 @@ def _probabilities(query, key, causal, first, statistics=None):
     return jnp.where(seen, jnp.exp(scores - statistics[..., None]), 0), statistics
 
 
-def _xla_forward(query, key, value, causal, first=None):
+def _xla_forward(query, key, value, causal, first=None, drop=None):
     probabilities, statistics = _probabilities(query, key, causal, first)
+    if drop is not None:
+        probabilities = drop(probabilities, drop.kept(probabilities.shape))
     output = jnp.einsum("bgnst,btgd->bsgnd", probabilities.astype(value.dtype), value)
     return output.reshape(*query.shape[:3], -1), statistics.reshape(len(query), -1, query.shape[1])
 
 
-def _xla_backward(query, key, value, output, statistics, gradient, causal, first=None):
+def _xla_backward(query, key, value, output, statistics, gradient, causal, first=None, drop=None):
     groups, fp32 = key.shape[2], jnp.float32
     split = lambda x: x.reshape(*x.shape[:2], groups, -1, x.shape[-1])  # noqa: E731
     statistics = statistics.reshape(len(query), groups, -1, query.shape[1])
     p, _ = _probabilities(query, key, causal, first, statistics)
-    dv = jnp.einsum("bgnst,bsgnd->btgd", p.astype(value.dtype), split(gradient), preferred_element_type=fp32)
     dp = jnp.einsum("bsgnd,btgd->bgnst", split(gradient), value, preferred_element_type=fp32)
+    of_values = p
+    if drop is not None:
+        kept = drop.kept(p.shape)
+        dp, of_values = drop(dp, kept), drop(p, kept)
+    dv = jnp.einsum("bgnst,bsgnd->btgd", of_values.astype(value.dtype), split(gradient), preferred_element_type=fp32)
     along = jnp.einsum("bsgnd,bsgnd->bgns", split(gradient), split(output), preferred_element_type=fp32)
     ds = (p * (dp - along[..., None]) * query.shape[-1] ** -0.5).astype(query.dtype)
     dq = jnp.einsum("bgnst,btgd->bsgnd", ds, key, preferred_element_type=fp32).reshape(query.shape)

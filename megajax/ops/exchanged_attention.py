@@ -14,6 +14,7 @@ part of it while it multiplies. Unlike a ring, the ranks of a sample alone have 
 in branches too.
 """
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -24,6 +25,7 @@ from megajax.config import ConfigError
 from megajax.config.model_split import can_exchange
 from megajax.ops.attention import Kernel
 from megajax.ops.ring_attention import AxisName, neighbours
+from megajax.ops.score_dropout import ScoreDropout
 
 __all__ = ["exchanged_attention"]
 
@@ -89,22 +91,27 @@ class _Exchange:
             return None
         return self.whole_samples(jnp.repeat(first[..., None], self.ranks, -1))[..., 0]
 
+    def dropout(self, drop: ScoreDropout | None) -> ScoreDropout | None:
+        """Dropout of all queries of the samples, and of this rank's part of the heads."""
+        return drop and dataclasses.replace(drop, keys=self.whole_samples(drop.keys, 1, 2))
 
-def _forward(exchange, query, key, value, causal, first=None):
+
+def _forward(exchange, query, key, value, causal, first=None, drop=None):
     copies = exchange.copies(query, key)
     query = exchange.whole_samples(query)
     key, value = (exchange.whole_samples(jnp.repeat(x, copies, HEADS)) for x in (key, value))
-    output, statistics = exchange.kernel.forward(query, key, value, causal, exchange.first_keys(first))
+    first, drop = exchange.first_keys(first), exchange.dropout(drop)
+    output, statistics = exchange.kernel.forward(query, key, value, causal, first, drop)
     return exchange.own_tokens(output), exchange.own_tokens(statistics, 1, 2)
 
 
-def _backward(exchange, query, key, value, output, statistics, gradient, causal, first=None):
+def _backward(exchange, query, key, value, output, statistics, gradient, causal, first=None, drop=None):
     copies = exchange.copies(query, key)
     repeated = (jnp.repeat(x, copies, HEADS) for x in (key, value))
     query, key, value, output, gradient = map(exchange.whole_samples, (query, *repeated, output, gradient))
     statistics = exchange.whole_samples(statistics, 1, 2)
-    first = exchange.first_keys(first)
-    gradients = exchange.kernel.backward(query, key, value, output, statistics, gradient, causal, first)
+    first, drop = exchange.first_keys(first), exchange.dropout(drop)
+    gradients = exchange.kernel.backward(query, key, value, output, statistics, gradient, causal, first, drop)
     dq, dk, dv = map(exchange.own_tokens, gradients)
     if copies > 1:
         dk, dv = (_sum_of_copies(x, copies) for x in (dk, dv))

@@ -47,8 +47,8 @@ class Operations(NamedTuple):
       row: (x [b, whole s, *i], kernel [*i, h], number of axes in i) -> x kernel [b, split s, h].
       gated: (up [b, whole s, 2, f], kernel [f, h], activation) -> (activation(gate) * value) kernel, as `row`, see
         `megajax.ops.gated_down`. None: the activation, then `row`.
-      attend: (query, key, value, document=None, padding=None, causal=True, sinks=None) -> context, with the shapes of
-        `megajax.ops.attention.plain_attention`; names the values that it saves. `document` [b, s] has the place in the
+      attend: (query, key, value, document=None, padding=None, causal=True, sinks=None, drop=None) -> context, with shapes
+        as in `megajax.ops.attention.plain_attention`; names the values that it saves. `document` [b, s] has the place in the
         sample of the first token of each token's document, as `megajax.ops.ring_attention.split_batch` writes it. A block
         passes `padding` and `causal` only if it is not causal. None: `plain_attention`.
       norm: (x [b, split s, h], scale [h], epsilon) -> RMS norm, see `megajax.ops.norm_kernel`. None: `megajax.ops.norm`.

@@ -37,6 +37,7 @@ from jax import lax
 from megajax.config import ConfigError
 from megajax.ops.attention import Kernel, document_starts
 from megajax.ops.flash_attention import HIDDEN_SCORE
+from megajax.ops.score_dropout import ScoreDropout
 
 __all__ = ["AxisName", "gather_sequence", "neighbours", "ring_attention", "sequence_sum", "split_batch", "zigzag"]
 
@@ -188,6 +189,23 @@ class _Ring:
         (early, late), (first, second) = pieces, self.starts(step, pieces[0].shape[1])
         return jnp.concatenate([late - first, choose(early - first, late - second)])
 
+    def drop_local(self, drop: ScoreDropout | None, length: int, step: int = 0) -> ScoreDropout | None:
+        """Dropout of all local queries with the keys, in two pieces of `length`, received after `step` sends."""
+        if drop is None:
+            return None
+        places = jnp.concatenate([start + jnp.arange(length) for start in self.starts(step, length)])
+        return drop.at(drop.keys, places, 2 * self.ranks * length)
+
+    def drop_of_pairs(self, drop: ScoreDropout | None, choose: Callable, step: int) -> ScoreDropout | None:
+        """Dropout in the two products of `_pairs`."""
+        if drop is None:
+            return None
+        early, late = _halves(drop.keys, 2)
+        first, second = self.starts(step, early.shape[2])
+        starts = jnp.stack([first, choose(first, second)]).repeat(len(early))[:, None]
+        keys = jnp.concatenate([late, choose(early, late)])
+        return drop.at(keys, starts + jnp.arange(early.shape[2]), 2 * self.ranks * early.shape[2])
+
 
 def _halves(x: jax.Array, axis: int = 1) -> list[jax.Array]:
     return jnp.split(x, 2, axis)
@@ -211,21 +229,23 @@ def _merge(output, statistics, new_output, new_statistics):
     return output * share(statistics) + new_output * share(new_statistics), total
 
 
-def _forward(ring, query, key, value, causal, first=None):
+def _forward(ring, query, key, value, causal, first=None, drop=None):
     """First the local pieces, the only ones with a causal mask; then the received ones, while the next are being sent."""
     if not causal:
-        return _forward_of_all(ring, query, key, value, first)
+        return _forward_of_all(ring, query, key, value, first, drop)
     received, seen = (key, value), ring.first_keys(first, query)
     for step in range(ring.ranks):
         here, received = received, ring.send(*received) if step < ring.ranks - 1 else None
         if step == 0:
-            output, statistics = ring.kernel.forward(query, *here, True, ring.first_local(seen))
+            own = ring.drop_local(drop, key.shape[1] // 2)
+            output, statistics = ring.kernel.forward(query, *here, True, ring.first_local(seen), own)
             outputs, sums = _halves(output.astype(jnp.float32)), _halves(statistics, 2)
             continue
         earlier = ring.is_earlier(step)
         choose = partial(jnp.where, earlier)
         pairs = _pairs(choose, [_halves(query)], [_halves(x) for x in here])
-        new = ring.kernel.forward(*pairs, False, ring.first_of_pairs(seen, choose, step))
+        of_pairs = ring.drop_of_pairs(drop, choose, step)
+        new = ring.kernel.forward(*pairs, False, ring.first_of_pairs(seen, choose, step), of_pairs)
         (sure, other), (sure_sum, other_sum) = map(partial(_halves, axis=0), new)
         of_first, of_second = (jnp.where(flag, other_sum, HIDDEN_SCORE) for flag in (earlier, ~earlier))
         outputs[0], sums[0] = _merge(outputs[0], sums[0], other, of_first)
@@ -234,13 +254,13 @@ def _forward(ring, query, key, value, causal, first=None):
     return jnp.concatenate(outputs, 1).astype(query.dtype), jnp.concatenate(sums, 2)
 
 
-def _backward(ring, query, key, value, output, statistics, gradient, causal, first=None):
+def _backward(ring, query, key, value, output, statistics, gradient, causal, first=None, drop=None):
     """Gradients of keys and values are sent with them, accumulated on every rank, and return to their own rank."""
     if not causal:
-        return _backward_of_all(ring, (query, key, value), (output, statistics, gradient), first)
+        return _backward_of_all(ring, (query, key, value), (output, statistics, gradient), first, drop)
     here, ours = (key, value), (query, output, gradient)
-    seen = ring.first_keys(first, query)
-    own = ring.kernel.backward(query, key, value, output, statistics, gradient, True, ring.first_local(seen))
+    seen, dropped = ring.first_keys(first, query), ring.drop_local(drop, key.shape[1] // 2)
+    own = ring.kernel.backward(query, key, value, output, statistics, gradient, True, ring.first_local(seen), dropped)
     dq, moving = _halves(own[0].astype(jnp.float32)), own[1:]
     for step in range(1, ring.ranks):
         here, moving = ring.send(*here), ring.send(*moving)
@@ -252,7 +272,8 @@ def _backward(ring, query, key, value, output, statistics, gradient, causal, fir
         first, second = _halves(statistics, 2)
         sums = jnp.concatenate([second, choose(first, second)])
         pairs = ring.first_of_pairs(seen, choose, step)
-        new = ring.kernel.backward(queries, keys, values, outputs, sums, gradients, False, pairs)
+        of_pairs = ring.drop_of_pairs(drop, choose, step)
+        new = ring.kernel.backward(queries, keys, values, outputs, sums, gradients, False, pairs, of_pairs)
         (sure, other), *of_keys = (_halves(x.astype(jnp.float32), 0) for x in new)
         dq = [dq[0] + choose(other, 0), dq[1] + sure + choose(0, other)]
         moving = [
@@ -263,12 +284,13 @@ def _backward(ring, query, key, value, output, statistics, gradient, causal, fir
     return jnp.concatenate(dq, 1).astype(query.dtype), dk, dv
 
 
-def _forward_of_all(ring, query, key, value, first):
+def _forward_of_all(ring, query, key, value, first, drop):
     """Without a causal mask: every rank computes the products of its queries with all keys, in C equal steps."""
     received, seen = (key, value), ring.first_keys(first, query)
     for step in range(ring.ranks):
         here, received = received, ring.send(*received) if step < ring.ranks - 1 else None
-        part, of_part = ring.kernel.forward(query, *here, False, ring.first_local(seen, step))
+        dropped = ring.drop_local(drop, key.shape[1] // 2, step)
+        part, of_part = ring.kernel.forward(query, *here, False, ring.first_local(seen, step), dropped)
         if step == 0:
             output, statistics = part.astype(jnp.float32), of_part
         else:
@@ -276,7 +298,7 @@ def _forward_of_all(ring, query, key, value, first):
     return output.astype(query.dtype), statistics
 
 
-def _backward_of_all(ring, inputs, results, first):
+def _backward_of_all(ring, inputs, results, first, drop):
     """The backward of `_forward_of_all`; gradients of keys and values are sent with them."""
     query, *here = inputs
     seen, dq = ring.first_keys(first, query), jnp.zeros(query.shape, jnp.float32)
@@ -284,7 +306,8 @@ def _backward_of_all(ring, inputs, results, first):
     for step in range(ring.ranks):
         if step:
             here, moving = ring.send(*here), ring.send(*moving)
-        new = ring.kernel.backward(query, *here, *results, False, ring.first_local(seen, step))
+        dropped = ring.drop_local(drop, here[0].shape[1] // 2, step)
+        new = ring.kernel.backward(query, *here, *results, False, ring.first_local(seen, step), dropped)
         dq = dq + new[0]
         moving = [total + part.astype(total.dtype) for total, part in zip(moving, new[1:], strict=True)]
     dk, dv = ring.send(*moving)

@@ -6,9 +6,12 @@ import pytest
 
 from megajax.config import ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate.communication import context_elements, exchanged_elements
+from megajax.estimate.context_exchange import with_context_exchange
 from megajax.estimate.gpus import find_gpu
+from megajax.estimate.memory import bytes_per_device
 from megajax.estimate.program_account import rates_of_run
 from megajax.estimate.program_time import Program
+from megajax.estimate.step_time import step_time
 
 H100 = find_gpu("h100-80gb")
 
@@ -70,6 +73,36 @@ def test_xlas_attention_moves_scores(dropout, mode, passes, masks, products):
         moved = often * 2 * scores + (dropout > 0) * bytes_of_mask * scores + copies * arrays
         assert work.traffic == pytest.approx(moved / found.rates.memory)
         assert work.matmul == pytest.approx(matmuls * one)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("exchange", "part"), [("ring", (1 + 3 / 2) / 4), ("all_to_all", 1)])
+def test_xlas_attention_of_ranks_that_share_samples(exchange, part, dropout):
+    """GPT-2's heads, scores in fp32: on each of four ranks a quarter, of which a ring skips what the causal mask hides."""
+    model = dataclasses.replace(preset("gpt2"), dropout=dropout, sequence_length=8192)
+    found = blocks(model, context=4, context_exchange=exchange, attention="xla", recompute="selective")
+    scores = 12 * 8192 * 2048 * part
+    flops, rates = 2 * scores * 64, found.rates
+    writes, reads = rates.product(flops, 4 * scores, 4 * scores), rates.product(flops, 0, 2 * scores)
+    forward, backward, again = found.attention
+    assert forward.matmul == pytest.approx(writes + reads) and again.total == 0
+    assert forward.traffic == pytest.approx((3 * 4 + 2) * scores / rates.memory)
+    assert backward.matmul == pytest.approx(2 * writes + 3 * reads)  # scores, probabilities' gradient; three gradients
+    assert backward.traffic == pytest.approx((2 * 4 + 2 * 2 + 2 * (dropout > 0)) * scores / rates.memory)
+
+
+# gpt2-xl of width 1,536 and 24 heads, 8,192 tokens, pipe 4, context 2: GB and seconds of python -m megajax.plan.dryrun
+COMPILED = {("ring", 0.1): (20.59, 3.008), ("all_to_all", 0.1): (25.80, 3.769), ("all_to_all", 0.0): (24.97, 3.630)}
+
+
+@pytest.mark.parametrize(("exchange", "dropout"), COMPILED)
+def test_memory_and_time_of_xlas_attention_with_context(exchange, dropout):
+    model = dataclasses.replace(preset("gpt2-xl"), hidden=1536, heads=24, sequence_length=8192, dropout=dropout)
+    layout = ParallelConfig(pipe=4, context=2, context_exchange=exchange, attention="xla", chunks=2)
+    run, (peak, seconds) = RunConfig(model, layout, TrainConfig(global_batch_size=16)), COMPILED[exchange, dropout]
+    assert sum(bytes_per_device(run).values()) / 1e9 == pytest.approx(peak, rel=0.03)
+    assert step_time(run, H100).total == pytest.approx(seconds, rel=0.05)
+    assert with_context_exchange(run.with_layout(context_exchange="auto"), H100).parallel.context_exchange == "ring"
 
 
 def test_kernels_of_layers_with_windows_compute_what_these_leave():

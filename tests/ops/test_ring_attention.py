@@ -1,5 +1,7 @@
 """Ring attention over a sequence split over ranks, compared with plain attention over the whole sequence."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,16 +45,19 @@ def in_a_ring(
     kernel=XLA,
     padding=None,
     share=ring_attention,
+    drop=None,
 ):
     """The same on `ranks` ranks of an axis; `groups` rings on it have the same samples. Returns the first ring's results.
 
     And the compiled program.
 
     `share`: what makes the kernel one for several ranks. With `padding`, the numbers of tokens at the samples' ends that
-    nothing attends to, there is no causal mask.
+    nothing attends to, there is no causal mask. `drop`: dropout of the whole samples.
     """
-    if document is not None:
-        arrays = [*arrays, np.asarray(document_starts(document))]
+    further = {} if document is None else {"document": np.asarray(document_starts(document))}
+    if drop is not None:
+        further["keys"] = np.moveaxis(np.asarray(drop.keys), 1, 2)  # of the sequence's queries
+    arrays = [*arrays, *further.values()]
     places = zigzag(SEQUENCE, ranks)
     mesh = jax.make_mesh(
         (groups * ranks, tensor), (axis, "tensor"), (AxisType.Auto,) * 2, devices=_devices(groups * ranks * tensor)
@@ -62,8 +67,11 @@ def in_a_ring(
     ]
     kernel = share(kernel, axis, ranks, window)
 
-    def local(query, key, value, gradient, document=None):
-        attend = lambda *arrays: fused_attention(*arrays, kernel, document, padding, padding is None)  # noqa: E731
+    def local(query, key, value, gradient, *others):
+        own = dict(zip(further, others, strict=True))
+        dropped = drop and dataclasses.replace(drop, keys=jnp.moveaxis(own["keys"], 2, 1))
+        masks = own.get("document"), padding, padding is None, None, dropped
+        attend = lambda *arrays: fused_attention(*arrays, kernel, *masks)  # noqa: E731
         output, vjp = jax.vjp(attend, query, key, value)
         return output, *vjp(gradient)
 

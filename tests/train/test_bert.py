@@ -108,6 +108,9 @@ def loss_and_gradients(model, case, compared):
 
 
 @pytest.mark.slow
-def test_dropout_does_not_depend_on_the_mesh():
-    model = dataclasses.replace(small.BERT, layers=4, dropout=0.3)
-    check((2, 2, 2), "interleaved_1f1b", 2, 4, True, "selective", model=model)
+@pytest.mark.parametrize("heads", ["masked_lm_and_order", "classification"])
+@pytest.mark.parametrize("options", [{}, {"context": 2}, {"context": 2, "context_exchange": "all_to_all"}], ids=str)
+def test_dropout_does_not_depend_on_the_mesh(heads, options):
+    model = dataclasses.replace(small.BERT, layers=4, dropout=0.3, output_heads=heads)
+    data = 2 // options.get("context", 1)
+    check((data, 2, 2), "interleaved_1f1b", 2, 4, True, "selective", model=model, **options)

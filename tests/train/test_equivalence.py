@@ -242,16 +242,24 @@ def test_dropout_changes_the_loss():
     assert abs(loss - small.expected(small.dataclasses.replace(model, dropout=0.0))[0]) > 1e-4
 
 
-DROPOUT = [((1, 2, 2), "zb_v", 2, 4), ((2, 2, 2), "interleaved_1f1b", 2, 4), ((1, 4, 1), "1f1b", 1, 8)]
+EXCHANGED = {"context": 2, "context_exchange": "all_to_all", "zero": 3}
+DROPOUT = [
+    ((1, 2, 2), "zb_v", 2, 4, {}),
+    ((2, 2, 2), "interleaved_1f1b", 2, 4, {}),
+    ((1, 4, 1), "1f1b", 1, 8, {}),
+    ((1, 2, 2), "interleaved_1f1b", 2, 4, {"context": 2}),
+    ((1, 2, 1), "eager_1f1b", 1, 4, {"context": 4, "recompute": "full"}),
+    ((1, 2, 2), "zb_v", 2, 4, EXCHANGED),
+    ((2, 2, 1), "dualpipe_v", 2, 4, EXCHANGED | {"recompute": "none"}),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", DROPOUT, ids=str)
+@pytest.mark.parametrize("case", [((1, 1, 2), "gpipe", 1, 2, {"context": 2}), *slow(DROPOUT)], ids=str)
 def test_dropout_does_not_depend_on_the_mesh(case):
     """Masks depend on sample, layer and position: the pipelined, tensor-parallel model drops the same values."""
-    mesh, schedule, chunks, microbatches = case
+    mesh, schedule, chunks, microbatches, options = case
     model, (want_loss, want) = dropping()
-    run = small.make_run(mesh, schedule=schedule, chunks=chunks, microbatches=microbatches, model=model)
+    run = small.make_run(mesh, schedule=schedule, chunks=chunks, microbatches=microbatches, model=model, **options)
     training = small.training_of(run)
     params = small.place(training, small.busy_params(model))
     loss, gradients = training.loss_and_gradients(params, small.make_batch(training.run))

@@ -22,6 +22,7 @@ MODELS = {"gpt": GPT, "llama": LLAMA, "bert": dataclasses.replace(small.BERT, la
 LAYOUTS = {
     "pipe and tensor": {"mesh": (1, 2, 2), "schedule": "zb_h1"},
     "zero3": {"mesh": (2, 1, 2), "zero": 3, "model": dataclasses.replace(LLAMA, lora_dropout=0.3)},
+    "context": {"mesh": (1, 2, 1), "context": 2, "model": dataclasses.replace(LLAMA, lora_dropout=0.3)},
     "kinds": {"mesh": (2, 2, 1), "schedule": "1f1b", "zero": 1, "model": MIXED},
 }
 
@@ -57,7 +58,7 @@ def test_the_model_is_that_with_merged_weights(kind):
 
 
 @pytest.mark.slow  # tests/interop/test_adapters.py has one of these against peft
-@pytest.mark.parametrize("layout", ["pipe and tensor", "zero3", "kinds"])
+@pytest.mark.parametrize("layout", ["pipe and tensor", "zero3", "context", "kinds"])
 def test_gradients_of_adapters_on_every_layout(layout):
     model = LAYOUTS[layout].get("model", LLAMA)
     loss, whole = small.expected(model)

@@ -20,7 +20,7 @@ from megajax.models.lora import adapters
 from megajax.models.nnx_model import named_key, parameter
 from megajax.models.norms import HeadNorm, ProjectionNorm, unweighted_norm
 from megajax.models.rotary import of_layer, rotary_tables, rotate, table_of_layer
-from megajax.ops.attention import SCORES, Scoring, plain_attention
+from megajax.ops.attention import Scoring, plain_attention
 from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
 
 __all__ = ["Attention", "cache_arrays", "with_rotary_table"]
@@ -157,10 +157,10 @@ class Attention(nnx.Module):
         elif self.operations.attend is None:
             positions = positions[:, None, None, :, None]
         window = self.window(layer, positions)
-        drop = lambda p: dropout(p, "probabilities", *SCORES)  # noqa: E731
         sinks = self.sinks[...] if self.config.attention_sinks else None
         if sinks is not None and len(sinks) != self.groups:  # whole first, and so is its gradient: no permutes
             sinks = self.constrain(sinks.reshape(self.groups, -1), None, None)
+        drop = dropout.of_scores(self.config.heads, y.shape[1])
         scoring = Scoring(drop, self.config.attention_softcap, sinks)
         both_ways = {} if self.config.causal else {"causal": False, "padding": microbatch.get("padding")}
         if cache is None:
@@ -175,7 +175,7 @@ class Attention(nnx.Module):
                 places = microbatch.get("places", places)
                 reach = jnp.broadcast_to(jnp.maximum(places - (window - 1), 0), query.shape[:2])
                 document = reach if document is None else jnp.maximum(document, reach)
-            context = self.operations.attend(query, key, value, document, sinks=sinks, **both_ways)
+            context = self.operations.attend(query, key, value, document, sinks=sinks, drop=drop, **both_ways)
         context = context.reshape(*y.shape[:2], self.config.heads, -1)
         context = self.constrain(context, *QKV[:2], "heads", None)
         if self.operations.attend is None:
