@@ -104,13 +104,13 @@ class ModelConfig(ModelSizes, HashSlot):
         ("halves", "halves_backwards", "neighbours"),
     )
     rotary_scaling: str = setting(
-        "none", "rotary frequencies for a longer context", ("none", "linear", "llama3", "yarn")
+        "none", "rotary frequencies for a longer context", ("none", "linear", "llama3", "yarn", "longrope")
     )
     rotary_factor: float | None = setting(
         None, "how much longer rotary_scaling makes the context", shown_default="none"
     )
     rotary_original_length: int | None = setting(
-        None, "context before rotary_scaling (llama3, yarn)", shown_default="sequence_length"
+        None, "context before rotary_scaling (llama3, yarn, longrope)", shown_default="sequence_length"
     )
     rotary_low_frequency: float = setting(
         1.0, "llama3: turns in the original context below which a frequency is divided"
@@ -119,6 +119,9 @@ class ModelConfig(ModelSizes, HashSlot):
     rotary_beta_fast: float = setting(32.0, "yarn: turns in the original context above which a frequency is kept")
     rotary_beta_slow: float = setting(1.0, "yarn: turns in the original context below which a frequency is divided")
     rotary_truncate: bool = setting(True, "yarn: the pairs between which its ramp runs are whole numbers")
+    rotary_factors: tuple[str, ...] = setting(
+        (), "longrope: divisors of each pair's frequency, of samples within rotary_original_length, then of longer ones"
+    )
     query_growth: float = setting(
         0.0, "b: queries at position p are multiplied by 1 + b ln(1 + floor((p + first) / length))", low=0
     )
@@ -127,7 +130,7 @@ class ModelConfig(ModelSizes, HashSlot):
         None, "of query_growth: positions of a step", shown_default="rotary_original_length"
     )
     rotary_attention_factor: float | None = setting(
-        None, "yarn: factor on rotated queries and keys", shown_default="0.1 ln(rotary_factor) + 1"
+        None, "yarn, longrope: factor on rotated queries and keys", shown_default="of the paper"
     )
     experts: int = setting(0, "experts of each block's MLP (mixture of experts); 0: a dense MLP", low=0)
     experts_per_token: int = setting(2, "experts that each token is routed to, those with the highest scores (top-k)")

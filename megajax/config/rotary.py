@@ -1,5 +1,7 @@
 """The rules between a model's rotary fields; `megajax/models/rotary.py` computes the frequencies from them."""
 
+import re
+
 from megajax.config.errors import ConfigError, divisors, either, one_of
 
 
@@ -23,6 +25,12 @@ def check_rotary(model) -> None:
         raise ConfigError(f"rotary_fraction = {model.rotary_fraction} is above 1: pass --rotary-fraction 1.")
     if model.positions == "rotary" and (model.rotated_dimension % 2 or not model.rotated_dimension):
         _refuse_odd(model)
+    factors, needed = model.rotary_factors, model.rotated_dimension * (model.rotary_scaling == "longrope")
+    if len(factors) != needed or not all(re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", one) and float(one) for one in factors):
+        raise ConfigError(
+            f"rotary_scaling = {model.rotary_scaling} needs {needed} rotary_factors above 0, and these are {len(factors)}:"
+            f" {', '.join(factors) or 'none'}. With longrope pass two for each pair, of short samples first; else none."
+        )
     if model.rotary_scaling == "none":
         if model.rotary_factor is not None:
             raise ConfigError(

@@ -12,9 +12,7 @@ __all__ = ["Dropout"]
 
 
 class Dropout:
-    """Dropout whose masks depend on the sample, the token's place in it, the layer and the site alone.
-
-    So they are the same on any mesh, in any microbatch, on whatever context rank a token is.
+    """Dropout whose masks depend on the sample, the token's place in it, the layer and the site, not on mesh or microbatch.
 
     Attributes:
       rate: probability of dropping an element; 0 outside training.

@@ -32,15 +32,19 @@ def frequencies(config: ModelConfig, library: Any = jnp) -> Any:
       rotary_high_frequency, and linear in the turns in between.
     * yarn (2309.00071 section 3.2): f for pairs of more than rotary_beta_fast turns, f / k for those of fewer than
       rotary_beta_slow, and linear in the pair's index in between.
+    * longrope (2402.13753): f by a factor of each pair, one for samples of up to L tokens and another for longer ones.
     """
     half = config.rotated_dimension // 2
     plain = config.rotary_base ** (-library.arange(half) / half)
+    length = config.rotary_original_length or config.sequence_length
     if config.rotary_scaling == "none":
         return plain
+    if config.rotary_scaling == "longrope":
+        divisors = config.rotary_factors[half:] if config.sequence_length > length else config.rotary_factors[:half]
+        return plain / library.array([*map(float, divisors)])
     divided = plain / config.rotary_factor
     if config.rotary_scaling == "linear":
         return divided
-    length = config.rotary_original_length or config.sequence_length
     if config.rotary_scaling == "llama3":
         low, high = config.rotary_low_frequency, config.rotary_high_frequency
         share = (length * plain / (2 * math.pi) - low) / (high - low or 1e-9)  # equal bounds: a step (Llama 4)
@@ -65,11 +69,15 @@ def _ramp_of_yarn(config: ModelConfig, length: int) -> tuple[float, float]:
 
 
 def attention_factor(config: ModelConfig) -> float:
-    """The factor on rotated queries and keys: for yarn 0.1 ln(k) + 1 by default (2309.00071 equation 22), 1 for others."""
-    if config.rotary_scaling != "yarn":
-        return 1.0
-    given = config.rotary_attention_factor
-    return 0.1 * math.log(config.rotary_factor) + 1 if given is None else given
+    """The factor on rotated queries and keys: by default 0.1 ln(k) + 1 for yarn (2309.00071 equation 22), for longrope
+    sqrt(1 + ln(k) / ln(L)) (2402.13753 section 3.3), 1 for others.
+    """
+    given, length = config.rotary_attention_factor, config.rotary_original_length or config.sequence_length
+    if config.rotary_scaling == "yarn":
+        return 0.1 * math.log(config.rotary_factor) + 1 if given is None else given
+    if config.rotary_scaling == "longrope":
+        return math.sqrt(1 + math.log(config.rotary_factor) / math.log(length)) if given is None else given
+    return 1.0
 
 
 @functools.lru_cache(maxsize=256)

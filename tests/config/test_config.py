@@ -63,6 +63,12 @@ ILLEGAL = [
     ({"heads": 7, "head_size": 5, "positions": "rotary"}, None, ["head_size = 5 is odd", "--head-size 6"]),
     ({"rotary_scaling": "yarn", "rotary_factor": 4.0}, None, ["positions = learned", "--positions rotary"]),
     ({"positions": "rotary", "rotary_scaling": "yarn"}, None, ["needs a rotary_factor", "--rotary-factor 8"]),
+    (
+        {"positions": "rotary", "rotary_scaling": "longrope", "rotary_factor": 4.0, "rotary_factors": ("2", "-1.0")},
+        None,
+        ["longrope needs 8 rotary_factors above 0, and these are 2: 2, -1.0", "With longrope pass two for each pair"],
+    ),
+    ({"rotary_factors": ("2",)}, None, ["rotary_scaling = none needs 0 rotary_factors", "else none"]),
     ({"positions": "rotary", "rotary_factor": 2.0}, None, ["does nothing without a scaling", "--rotary-scaling"]),
     (
         {"positions": "rotary", "rotary_fraction": 0.4},

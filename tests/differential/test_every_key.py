@@ -62,7 +62,16 @@ def configs() -> dict:
     return {**make_golden.configs(), **described.configs(3), **berts}
 
 
-def other_values(key: str, value):
+def longrope(config, length: int) -> dict:
+    """Rotations by two factors of each pair of elements, of texts up to this length and of longer ones."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    part = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    pairs = np.arange(int(size * part) // 2, dtype=float)
+    factors = {"short_factor": [*(1 + pairs / 8)], "long_factor": [*(2 + pairs * 1.5)], "factor": 4.0}
+    return {"rope_type": "longrope", "original_max_position_embeddings": length} | factors
+
+
+def other_values(key: str, value, config):
     """Values of a key that are not its own; most are legal."""
     if isinstance(value, bool):
         return [not value, None]
@@ -79,18 +88,19 @@ def other_values(key: str, value):
         return [value[::-1], *([kind] * len(value) for kind in sorted(kinds)), None]
     if key != "rope_parameters":
         return []
+    rotations = [*ROTATIONS, longrope(config, 8), longrope(config, 64)]
     if all(isinstance(one, dict) for one in value.values()):  # of each type of layers
-        return [value | {kind: value[kind] | one} for kind in value for one in ROTATIONS]
+        return [value | {kind: value[kind] | one} for kind in value for one in rotations]
     base = {name: value[name] for name in ("rope_theta", "partial_rotary_factor") if name in value}
     numbers = {name: one for name, one in value.items() if type(one) in (int, float)}
-    return [base | one for one in ROTATIONS] + [value | {name: one * 2} for name, one in numbers.items()]
+    return [base | one for one in rotations] + [value | {name: one * 2} for name, one in numbers.items()]
 
 
 def cases(config):
     """Configurations that differ in one key, and what that key is."""
     keys = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
     for key, value in keys.items():
-        for other in () if key in OTHERS or key.startswith("classifier_") else other_values(key, value):
+        for other in () if key in OTHERS or key.startswith("classifier_") else other_values(key, value, config):
             try:
                 changed = type(config)(**{name: one for name, one in keys.items() if name != "dtype"} | {key: other})
             except Exception:  # transformers has many types of errors for values that are not legal

@@ -69,6 +69,8 @@ def variant(case: tuple, to: pathlib.Path) -> pathlib.Path:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 OLD = {"rope_parameters": REMOVED}  # a file of transformers 4
+LONG = {"type": "longrope", "original_max_position_embeddings": 32, "short_factor": [1.0, 1.5, 2.0, 3.0]}
+LONG |= {"long_factor": [2, 4.5, 6, 8.5]}
 LAYERS = 4
 # name -> (family, keys, no change of tensors, fields of the model)
 CONFIGS = {
@@ -95,6 +97,31 @@ CONFIGS = {
         OLD | {"rope_scaling": YARN | {"rope_theta": 70.0}, "rope_theta": 500},
         None,
         {"rotary_scaling": "yarn", "rotary_base": 70.0},
+    ),
+    "longrope": (
+        "llama",
+        {"rope_scaling": LONG},
+        None,
+        {"rotary_scaling": "longrope", "rotary_factor": 4.0, "rotary_original_length": 32}
+        | {"rotary_factors": ("1.0", "1.5", "2.0", "3.0", "2.0", "4.5", "6.0", "8.5")},
+    ),
+    "longrope of longer texts, with a factor": (
+        "mistral",
+        {
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 2.5], "long_factor": [3.0, 4.5], "factor": 5.0}
+            | {"original_max_position_embeddings": 8, "attention_factor": 1.3}
+        },
+        None,
+        {"rotary_factor": 5.0, "rotary_original_length": 8, "rotary_attention_factor": 1.3},
+    ),
+    "Phi-4-mini": (
+        "described/phi3",
+        OLD
+        | {"original_max_position_embeddings": 8, "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+        | {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [1.5, 20.25]}},
+        None,
+        {"rotary_scaling": "longrope", "rotary_original_length": 8, "rotary_fraction": 1.0}
+        | {"rotary_factors": ("1.0", "1.1", "1.5", "20.25")},
     ),
     "no base": ("mixtral", OLD, None, {"rotary_base": 1e6, "rotary_scaling": "none"}),
     "yarn's keys without an effect": (
@@ -363,11 +390,17 @@ TABLE = {"type": "linear", "factor": 2.0}
 # name -> (family, keys, change of the tensors, words of the message)
 REFUSED = {
     "dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, "rope_type = 'dynamic'"),
-    "longrope": (
+    "longrope of no numbers": (
         "llama",
-        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+        {"rope_scaling": LONG | {"long_factor": ["2", "3", "4", "5"]}},
         None,
-        "rope_type = 'longrope'",
+        "long_factor = .* is not supported",
+    ),
+    "longrope of some pairs": (
+        "llama",
+        {"rope_scaling": LONG | {"long_factor": [2.0]}},
+        None,
+        "long_factor = .* is not supported",
     ),
     "an unknown kind": ("llama", {"rope_scaling": {"type": "su"}}, None, "rope_type = 'su' is not supported"),
     "a part of the head": (

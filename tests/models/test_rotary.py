@@ -8,6 +8,8 @@ import pytest
 from megajax.models.rotary import attention_factor, frequencies
 from tests.models.configs import LLAMA
 
+FACTORS = ("1.04", "1.08", "1.12", "1.16", "1.2", "1.24", "1.28", "1.32")  # of samples of up to 4,096 tokens
+FACTORS += ("1.5", "3.75", "6.0", "8.25", "10.5", "12.75", "15.0", "17.25")
 CASES = {
     "llama3": (
         dict(rotary_scaling="llama3", rotary_base=5e5, rotary_factor=8.0, rotary_original_length=8192),
@@ -29,6 +31,41 @@ CASES = {
             rotary_attention_factor=1.5,
         ),
         [1.0, 0.316227764, 0.100000001, 0.0217406601, 0.00374999968, 0.000197642366, 6.2500003e-05, 1.97642366e-05],
+        1.5,
+    ),
+    "longrope": (
+        dict(rotary_scaling="longrope", rotary_factor=32.0, rotary_original_length=4096, rotary_factors=FACTORS),
+        [
+            0.961538494,
+            0.292803466,
+            0.0892857164,
+            0.027261015,
+            0.00833333284,
+            0.00255022408,
+            0.000781250012,
+            0.000239566492,
+        ],
+        1.1902380714238083,
+    ),
+    "longrope of longer samples": (
+        dict(
+            rotary_scaling="longrope",
+            rotary_factor=32.0,
+            rotary_original_length=4096,
+            rotary_factors=FACTORS,
+            rotary_attention_factor=1.5,
+            sequence_length=4098,
+        ),
+        [
+            0.666666687,
+            0.0843273997,
+            0.0166666675,
+            0.00383306388,
+            0.000952380942,
+            0.000248021795,
+            6.66666674e-05,
+            1.83320444e-05,
+        ],
         1.5,
     ),
     "linear": (

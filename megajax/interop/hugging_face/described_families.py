@@ -36,9 +36,14 @@ def _write_gemma(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_phi3(keys: Keys, fields: Fields) -> Fields:
-    if "rotary_scaling" in fields:  # transformers' Phi3 has no other than longrope
+    if fields.get("rotary_scaling", "longrope") != "longrope":  # transformers' Phi3 has no other
         keys.refuse("rope_parameters")
     return {}
+
+
+def _write_phi3(model: ModelConfig) -> dict[str, Any]:
+    length = model.rotary_original_length or model.sequence_length
+    return {"original_max_position_embeddings": length} if model.rotary_scaling == "longrope" else {}
 
 
 def _read_growth(keys: Keys, fields: Fields) -> Fields:
@@ -108,6 +113,7 @@ DESCRIPTIONS = (
         "Phi3ForCausalLM",
         leaves=GATE_AND_UP | {"blocks/attention/qkv/kernel": fused_qkv(LAYER + "self_attn.qkv_proj.weight")},
         read=_read_phi3,
+        write=_write_phi3,
         padding=32000,
         idle=("attention_dropout", "resid_pdrop", "embd_pdrop"),
         partial=True,

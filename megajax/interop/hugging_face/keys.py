@@ -19,6 +19,7 @@ __all__ = [
     "Family",
     "Keys",
     "kind_of",
+    "note",
     "read_fields",
     "read_json",
     "write_fields",
@@ -91,13 +92,13 @@ class Keys:
         if len(set(rates)) == 1:
             return rates[0]
         told = ", ".join(f"{name} = {rate}" for name, rate in zip(names, rates, strict=True))
-        _note(f"{self.path}: {told}, but megajax has one rate of dropout for all: it trains without dropout")
+        note(f"{self.path}: {told}, but megajax has one rate of dropout for all: it trains without dropout")
         return 0.0
 
     def idle(self, key: str) -> None:
         """Notes a key that has an effect in training only, where megajax does not have it."""
         if self.values.get(key):
-            _note(f"{self.path}: {key} = {shown(self.values[key])} has no effect here: megajax trains without it")
+            note(f"{self.path}: {key} = {shown(self.values[key])} has no effect here: megajax trains without it")
 
 
 # Keys of a model's sizes in most families.
@@ -136,7 +137,8 @@ def write_fields(model: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]
 
 
 @functools.cache  # once for each file
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Says what of a config.json another program would do otherwise."""
     print(f"note: {text}", file=sys.stderr)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.config.layer_pattern import variants
-from megajax.interop.hugging_face.keys import GATED, SIZES, Family, Keys, read_fields, write_fields
+from megajax.interop.hugging_face.keys import GATED, SIZES, Family, Keys, note, read_fields, write_fields
 from megajax.interop.hugging_face.windows import read_windows, write_windows
 
 __all__ = [
@@ -41,6 +41,11 @@ SCALINGS = {
         "rotary_original_length": "original_max_position_embeddings",
         "rotary_beta_fast": "beta_fast",
         "rotary_beta_slow": "beta_slow",
+        "rotary_attention_factor": "attention_factor",
+    },
+    "longrope": {
+        "rotary_factor": "factor",
+        "rotary_original_length": "original_max_position_embeddings",
         "rotary_attention_factor": "attention_factor",
     },
 }
@@ -110,6 +115,8 @@ def read_rotary(keys: Keys, rope: Keys, partial: bool = False) -> dict[str, Any]
             fields[field] = value
     if kind == "yarn":
         fields |= _yarn(keys, rope, fields)
+    if kind == "longrope":
+        fields |= _longrope(keys, rope, fields)
     return fields | {"rotary_scaling": kind}
 
 
@@ -127,13 +134,31 @@ def _yarn(keys: Keys, rope: Keys, given: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+def _longrope(keys: Keys, rope: Keys, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The pairs' factors. transformers takes those of long texts where the longest text of a call is longer than before."""
+    longest, before = keys.get("max_position_embeddings", int), given["rotary_original_length"]
+    short, long = (rope.get(name, list) for name in ("short_factor", "long_factor"))
+    if len(short) != len(long) or not all(type(one) in (int, float) for one in short + long):
+        rope.refuse("long_factor")
+    if longest > before:
+        note(
+            f"{keys.path}: longrope has long_factor for texts of more than {before:,} tokens, and short_factor for others; "
+            f"here a sequence_length above {before:,} means long_factor for all: --sequence-length {before} is for the other"
+        )
+    factor = max(1.0, given.get("rotary_factor") or longest / before)
+    return {"rotary_factor": factor, "rotary_factors": tuple(repr(float(one)) for one in short + long)}
+
+
 def write_rotary(model: ModelConfig, partial: bool = False) -> dict[str, Any]:
     """rope_parameters; `partial`: as of `read_rotary`."""
     rope = {"rope_type": "default" if model.rotary_scaling == "none" else model.rotary_scaling}
     written = {key: getattr(model, field) for field, key in SCALINGS.get(model.rotary_scaling, {}).items()}
     rope |= {"rope_theta": model.rotary_base} | {key: value for key, value in written.items() if value is not None}
-    if model.rotary_scaling in ("llama3", "yarn"):
+    if model.rotary_scaling in ("llama3", "yarn", "longrope"):
         rope.setdefault("original_max_position_embeddings", model.sequence_length)
+    if factors := [*map(float, model.rotary_factors)]:
+        half = len(factors) // 2
+        rope |= {"short_factor": factors[:half], "long_factor": factors[half:]}
     if not model.rotary_truncate:
         rope["truncate"] = False
     return rope | {"partial_rotary_factor": model.rotary_fraction} if partial else rope

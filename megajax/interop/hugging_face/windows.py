@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megajax.config import ModelConfig
+from megajax.config import ConfigError, ModelConfig
 from megajax.config.layer_pattern import VARYING, layer_pattern_of, variant_numbers, variants, words_of
 from megajax.interop.hugging_face.keys import Keys
 
@@ -31,7 +31,14 @@ def of_kinds(kinds: Sequence[str], each: Mapping[str, Fields]) -> Fields:
     Args:
       kinds: of the layers.
       each: the fields of `VARYING` of each kind. The model has those of the last kind that rotates; the others differ.
+
+    Raises:
+      ConfigError: a kind has longrope, whose factors are the model's.
     """
+    if any("rotary_factors" in one for one in each.values()):
+        raise ConfigError(
+            "rope_type = 'longrope' is not supported in models whose layers are of several kinds; use another"
+        )
     usual = {name: ModelConfig.__dataclass_fields__[name].default for name in VARYING}
     used = {kind: usual | each[kind] for kind in dict.fromkeys(kinds)}
     base = next((used[kind] for kind in reversed(kinds) if used[kind]["positions"] == "rotary"), used[kinds[-1]])
