@@ -30,17 +30,15 @@ class Dropout:
             self.keys, self.places = jax.vmap(fold)(microbatch["sample"]), microbatch.get("places")
 
     def __call__(self, x: jax.Array, site: str, *axes: str | None, tokens: bool = True) -> jax.Array:
-        """Drops elements of x [b, s, ...], which has these logical axes, and scales up the rest; `site` names the mask.
-
-        Without `tokens` x is [b, ...]: of samples.
-        """
+        """Drops elements of x [b, s, ...], or without `tokens` [b, ...], of these logical axes; `site` names the mask."""
         if self.keys is None:
             return x
 
         def draw(key):  # threefry counts elements of the whole array: the bits do not depend on the sharding
             return jax.random.bernoulli(key, 1 - self.rate, x.shape[1 + tokens :])
 
-        mask = jax.vmap(jax.vmap(draw))(self._of_tokens(site, x.shape[1])) if tokens else jax.vmap(draw)(self._of(site))
+        each = jax.vmap(jax.vmap(draw)) if tokens else jax.vmap(draw)
+        mask = each(self._keys(site, x.shape[1], axes[1]) if tokens else self._keys(site))
         mask = checkpoint_name(self.constrain(mask, *axes), f"{site}_mask")
         return jnp.where(mask, x / (1 - self.rate), 0).astype(x.dtype)
 
@@ -48,15 +46,13 @@ class Dropout:
         """Dropout of the attention probabilities of queries of s = `length` tokens; None: there is none."""
         if self.keys is None:
             return None
-        each = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))  # [s], [heads] -> [heads, s]
-        keys = jax.vmap(each, (0, None))(self._of_tokens("probabilities", length), jnp.arange(heads))
-        return ScoreDropout(self.constrain(jax.random.key_data(keys), "batch", "heads", None, None), rate=self.rate)
+        return ScoreDropout.of_tokens(self._keys("probabilities", length), heads, self.rate, self.constrain)
 
-    def _of(self, site: str) -> jax.Array:
-        """Keys of a site's samples, [b]."""
-        return jax.vmap(lambda key: named_key(key, site))(self.keys)
-
-    def _of_tokens(self, site: str, length: int) -> jax.Array:
-        """Keys of a site's tokens, [b, s]."""
-        places = jnp.broadcast_to(jnp.arange(length), (len(self.keys), length)) if self.places is None else self.places
-        return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(self._of(site), places)
+    def _keys(self, site: str, length: int | None = None, axis: str | None = None) -> jax.Array:
+        """Keys of a site's samples, [b], or of tokens, [b, s] with this logical axis of s: XLA would gather others."""
+        keys = jax.vmap(lambda key: named_key(key, site))(self.keys)
+        if length is None:
+            return keys
+        places = jnp.broadcast_to(jnp.arange(length), (len(keys), length)) if self.places is None else self.places
+        keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, self.constrain(places, "batch", None))
+        return jax.random.wrap_key_data(self.constrain(jax.random.key_data(keys), "batch", axis, None))

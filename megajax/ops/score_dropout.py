@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.ops.linear import Constrain, identity
+
 __all__ = ["ScoreDropout"]
 
 
@@ -33,6 +35,16 @@ class ScoreDropout:
     places: jax.Array | None = None
     rate: float = dataclasses.field(default=0.0, metadata={"static": True})
     is_reversed: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @classmethod
+    def of_tokens(cls, keys: jax.Array, heads: int, rate: float, constrain: Constrain = identity) -> "ScoreDropout":
+        """That of queries of tokens with these random keys [b, s], from which each head makes its own.
+
+        `constrain`: (x, *logical axes) -> x, a sharding constraint.
+        """
+        each = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))  # [s], [a] -> [a, s]
+        own = jax.random.key_data(jax.vmap(each, (0, None))(keys, jnp.arange(heads)))
+        return cls(constrain(own, "batch", "heads", None, None), rate=rate)
 
     def at(self, keys: jax.Array, places: jax.Array, length: int) -> "ScoreDropout":
         """The same of the queries with these random keys, and attention's keys at these places [t] or [b, t] of `length`."""
