@@ -45,6 +45,14 @@ def test_draw_tells_of_each_file(option, tmp_path, capsys):
     assert capsys.readouterr().err == f"note: {path} was there, and is replaced\n"
 
 
+@pytest.mark.parametrize("words", ["--save {}", "--schedule pipedream_2bw --save {}.csv"])
+def test_a_file_that_is_not_written_is_not_told_of(words, tmp_path, capsys):
+    path = tmp_path / "there"
+    path.touch(), pathlib.Path(f"{path}.csv").touch()
+    assert draw(["--pipe", "2", "--microbatches", "4", *words.format(path).split()]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
 def test_results_and_figures_are_told_of(tmp_path, capsys):
     def draw_nothing(path):
         with picture(path, 50, 50):

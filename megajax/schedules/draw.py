@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from megajax.schedules.arguments import Parser, number, whole
 from megajax.schedules.errors import exit_code, shown
-from megajax.schedules.io import is_schedule_file, load, save
+from megajax.schedules.io import file_text, is_schedule_file, load
 from megajax.schedules.paths import local_path, tell_replaced
 from megajax.schedules.pictures import picture_file
 from megajax.schedules.registry import drains, find, import_user_files, make_schedule, specs
@@ -171,6 +171,7 @@ def _write(path: str, text: str) -> None:
     if path == "-":
         print(text)
         return
+    tell_replaced(path)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text + "\n")
 
@@ -194,9 +195,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
     times = [costs.scaled(1 / schedule.chunks) if options.compare else costs for schedule in schedules]
     rows = list(zip(names, schedules, times, strict=True))
     simulations = [_simulate(*row, lockstep=options.lockstep) for row in rows]
-    for path in (options.json, options.save, options.trace):  # a picture tells of it itself
-        if path:
-            tell_replaced(path)
     if options.out:
         draw(schedules, simulations, options.out, _unit(schedules, costs, bool(options.compare)))
     if options.json:
@@ -208,7 +206,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if options.save:
         if not drains(names[0]):
             raise ScheduleError(f"{names[0]} is one step of a pipeline that never drains: it cannot be saved as orders")
-        save(schedules[0], options.save)
+        _write(options.save, file_text(schedules[0], options.save).removesuffix("\n"))
     if options.trace:
         _write(options.trace, json.dumps(as_trace(schedules[0], simulations[0])))
     if options.text or not (options.out or options.save or options.json or options.trace):

@@ -92,13 +92,18 @@ def save(schedule: Schedule, path: str) -> None:
       ScheduleError: the ending is neither .csv nor .json, or it is .csv and the placement has layers.
       OSError: the file cannot be written.
     """
+    text = file_text(schedule, path)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+
+
+def file_text(schedule: Schedule, path: str) -> str:
+    """What `save` writes; raises its ScheduleError."""
     if pathlib.Path(path).suffix not in ENDINGS:
         raise ScheduleError(f"{path}: a schedule is saved in a file that must end in {' or '.join(ENDINGS)}")
     if path.endswith(".csv") and schedule.placement.layers is not None:
         raise ScheduleError(f"{path}: CSV has no room for the layers of each stage: choose a name that ends in .json")
-    text = to_csv(schedule) if path.endswith(".csv") else json.dumps(to_json(schedule)) + "\n"
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
+    return to_csv(schedule) if path.endswith(".csv") else json.dumps(to_json(schedule)) + "\n"
 
 
 def to_csv(schedule: Schedule) -> str:
