@@ -46,6 +46,8 @@ CASES = [
     ("learned positions, tied", (2, 2, 2), {"schedule": "gpipe", "zero": 1}),
     ("learned positions, tied", (1, 2, 2), {"schedule": "zb_v", "chunks": 2, **PIPE}),
     ("learned positions, tied", (1, 2, 2), {"schedule": "zb_h1", "sequence_parallel": False, "recompute": "full"}),
+    ("learned positions, tied", (1, 1, 2), {"schedule": "gpipe", "context": 2}),
+    ("learned positions, tied", (1, 2, 1), {"schedule": "1f1b", "context": 2, "context_exchange": "all_to_all"}),
     ("experts", (1, 2, 2), {"schedule": "zb_v", "chunks": 2}),
     ("experts", (1, 2, 2), {"schedule": "1f1b", **PIPE}),
     ("experts", (2, 2, 1), {"schedule": "1f1b", "zero": 3}),
