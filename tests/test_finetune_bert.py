@@ -87,8 +87,9 @@ def test_it_learns_spans(squad_files, tmp_path, capsys):
     """On context 2; predictions.json has the score of best.json."""
     run_dir = tmp_path / "run"
     words = [*SMALL.split(), *squad_files, "--doc-stride", "6", "--epochs", "4", "--run-dir", str(run_dir)]
-    assert finetune_bert.main([*words, "--pipe", "2", "--context", "2", "--schedule", "1f1b"]) == 2
-    assert "pass --schedule interleaved_1f1b" in capsys.readouterr().err
+    ring = ["--context-exchange", "ring"]
+    assert finetune_bert.main([*words, "--pipe", "2", "--context", "2", "--schedule", "1f1b", *ring]) == 2
+    assert "or --schedule interleaved_1f1b" in capsys.readouterr().err
     assert finetune_bert.main([*words, "--context", "2", "--devices", "cpu:2"]) == 0
     out = capsys.readouterr().out
     windows = int(re.search(r"60 questions in (\d+) windows of 16 tokens", out)[1])

@@ -16,7 +16,8 @@ from megajax.config import ConfigError
 from megajax.config.cli import parse
 from megajax.interop.hugging_face.config import read_config
 from megajax.interop.safetensors import Shards, open_tensors
-from tests.interop.hugging_face import convert, golden
+from tests.interop.described import write_tokenizer
+from tests.interop.hugging_face import convert, copy_of, golden
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -75,7 +76,8 @@ def train(words: str, text: pathlib.Path) -> str:
 @pytest.mark.slow
 def test_the_same_losses_from_init_from_on_any_mesh_and_from_an_import(tmp_path):
     """And a run that was started with --init-from resumes from its own checkpoint."""
-    directory, text = golden("qwen2"), tmp_path / "text.txt"
+    directory, text = copy_of("qwen3", tmp_path), tmp_path / "text.txt"
+    write_tokenizer(directory)  # that of Qwen, which transformers takes otherwise, has no such words
     text.write_text("w1 w5 w7 w3 w60 w8 w9 w1 w2 " * 300)
     assert convert("import", directory, "--run-dir", tmp_path / "imported", "--sequence-length", 16) == 0
     start = f"--init-from {directory} --sequence-length 16"

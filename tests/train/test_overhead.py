@@ -78,7 +78,7 @@ def test_training_continues_while_a_save_is_written(tmp_path, monkeypatch):
     checkpoints.save(training.state_layout, state, Progress(step=1))
     checkpoints.wait()
     may_write = threading.Event()
-    monkeypatch.setattr(manager, "write", lambda *arguments: (may_write.wait(60), writer.write(*arguments)))
+    monkeypatch.setattr(manager, "write", lambda *args, **names: (may_write.wait(60), writer.write(*args, **names)))
     for step in (2, 3):  # the second save copies into the memory of the first one's copies
         state, _ = training.train_step(state, batch)
         kept = jax.tree.map(np.array, state)
