@@ -114,6 +114,12 @@ CONFIGS = {
         None,
         {"rotary_factor": 5.0, "rotary_original_length": 8, "rotary_attention_factor": 1.3},
     ),
+    "longrope with a factor of 0": (
+        "llama",
+        {"rope_scaling": LONG | {"factor": 0.0}},
+        None,
+        {"rotary_factor": 1.0, "rotary_attention_factor": None},
+    ),
     "Phi-4-mini": (
         "described/phi3",
         OLD
@@ -395,6 +401,12 @@ REFUSED = {
         {"rope_scaling": LONG | {"long_factor": ["2", "3", "4", "5"]}},
         None,
         "long_factor = .* is not supported",
+    ),
+    "longrope without a length": (
+        "llama",
+        {"rope_scaling": LONG | {"original_max_position_embeddings": None}},
+        None,
+        "has no original_max_position_embeddings",
     ),
     "longrope of some pairs": (
         "llama",

@@ -27,25 +27,26 @@ NAMES = {
     "tied_embeddings": "tie_word_embeddings",
     "norm_epsilon": "rms_norm_eps",
 }
+ORIGINAL = "original_max_position_embeddings"
 # Keys of each kind of rope_scaling: ours -> theirs.
 SCALINGS = {
     "linear": {"rotary_factor": "factor"},
     "llama3": {
         "rotary_factor": "factor",
-        "rotary_original_length": "original_max_position_embeddings",
+        "rotary_original_length": ORIGINAL,
         "rotary_low_frequency": "low_freq_factor",
         "rotary_high_frequency": "high_freq_factor",
     },
     "yarn": {
         "rotary_factor": "factor",
-        "rotary_original_length": "original_max_position_embeddings",
+        "rotary_original_length": ORIGINAL,
         "rotary_beta_fast": "beta_fast",
         "rotary_beta_slow": "beta_slow",
         "rotary_attention_factor": "attention_factor",
     },
     "longrope": {
         "rotary_factor": "factor",
-        "rotary_original_length": "original_max_position_embeddings",
+        "rotary_original_length": ORIGINAL,
         "rotary_attention_factor": "attention_factor",
     },
 }
@@ -124,7 +125,7 @@ def _yarn(keys: Keys, rope: Keys, given: Mapping[str, Any]) -> dict[str, float]:
     """Factors that transformers computes from other keys."""
     factor = given.get("rotary_factor")
     if factor is None:
-        factor = keys.get("max_position_embeddings", int) / max(1, given["rotary_original_length"])
+        factor = keys.get("max_position_embeddings", int) / max(1, rope.get(ORIGINAL, int))
     scales = [rope.get(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
     rope.require("truncate", True, False)
     found = {"rotary_factor": factor, "rotary_truncate": bool(rope.values.get("truncate", True))}  # null: off
@@ -136,7 +137,7 @@ def _yarn(keys: Keys, rope: Keys, given: Mapping[str, Any]) -> dict[str, float]:
 
 def _longrope(keys: Keys, rope: Keys, given: Mapping[str, Any]) -> dict[str, Any]:
     """The pairs' factors. transformers takes those of long texts where the longest text of a call is longer than before."""
-    longest, before = keys.get("max_position_embeddings", int), given["rotary_original_length"]
+    longest, before = keys.get("max_position_embeddings", int), rope.get(ORIGINAL, int)
     short, long = (rope.get(name, list) for name in ("short_factor", "long_factor"))
     if len(short) != len(long) or not all(type(one) in (int, float) for one in short + long):
         rope.refuse("long_factor")
@@ -145,7 +146,7 @@ def _longrope(keys: Keys, rope: Keys, given: Mapping[str, Any]) -> dict[str, Any
             f"{keys.path}: longrope has long_factor for texts of more than {before:,} tokens, and short_factor for others; "
             f"here a sequence_length above {before:,} means long_factor for all: --sequence-length {before} is for the other"
         )
-    factor = max(1.0, given.get("rotary_factor") or longest / before)
+    factor = max(1.0, given.get("rotary_factor", longest / max(1, before)))
     return {"rotary_factor": factor, "rotary_factors": tuple(repr(float(one)) for one in short + long)}
 
 
@@ -155,7 +156,7 @@ def write_rotary(model: ModelConfig, partial: bool = False) -> dict[str, Any]:
     written = {key: getattr(model, field) for field, key in SCALINGS.get(model.rotary_scaling, {}).items()}
     rope |= {"rope_theta": model.rotary_base} | {key: value for key, value in written.items() if value is not None}
     if model.rotary_scaling in ("llama3", "yarn", "longrope"):
-        rope.setdefault("original_max_position_embeddings", model.sequence_length)
+        rope.setdefault(ORIGINAL, model.sequence_length)
     if factors := [*map(float, model.rotary_factors)]:
         half = len(factors) // 2
         rope |= {"short_factor": factors[:half], "long_factor": factors[half:]}
