@@ -50,7 +50,7 @@ class Operations(NamedTuple):
       attend: (query, key, value, document=None, padding=None, causal=True, sinks=None, drop=None) -> context, with shapes
         as in `megajax.ops.attention.plain_attention`; names the values that it saves. `document` [b, s] has the place in the
         sample of the first token of each token's document, as `megajax.ops.ring_attention.split_batch` writes it. A block
-        passes `padding` and `causal` only if it is not causal. None: `plain_attention`.
+        passes `padding` and `causal` only if it is not causal, and `drop` only if it has dropout. None: `plain_attention`.
       norm: (x [b, split s, h], scale [h], epsilon) -> RMS norm, see `megajax.ops.norm_kernel`. None: `megajax.ops.norm`.
     """
 

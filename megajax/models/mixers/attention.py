@@ -170,12 +170,13 @@ class Attention(nnx.Module):
         elif self.operations.attend is None:
             context = plain_attention(query, key, value, scoring, self.constrain, document, window, **both_ways)
         else:
+            drops = {} if drop is None else {"drop": drop}
             if len(self.config.attention_windows) > 1 or any(self.config.attention_chunks):
                 # as kernels take it: the first key of each query
                 places = microbatch.get("places", places)
                 reach = jnp.broadcast_to(jnp.maximum(places - (window - 1), 0), query.shape[:2])
                 document = reach if document is None else jnp.maximum(document, reach)
-            context = self.operations.attend(query, key, value, document, sinks=sinks, drop=drop, **both_ways)
+            context = self.operations.attend(query, key, value, document, sinks=sinks, **drops, **both_ways)
         context = context.reshape(*y.shape[:2], self.config.heads, -1)
         context = self.constrain(context, *QKV[:2], "heads", None)
         if self.operations.attend is None:
