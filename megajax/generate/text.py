@@ -124,11 +124,11 @@ class Sample:
             self._cut_text = raw[:place]
             return
         whole = max(part for part in range(count) if len(self._raw(part)) <= place)  # tokens before the stop
-        begin, begin_shown = len(self._raw(whole)), len(self._shown(whole))
-        is_special = (
-            self._raw(whole + 1)[begin:] != self._shown(whole + 1)[begin_shown:]
-        )  # the token in which it begins
-        self._cut_text = self._shown(whole) + ("" if is_special else raw[begin:place])
+        before, cut = [*self._before, *self.tokens[:whole]], self.tokens[whole : whole + 1]
+        is_shown = decode_after(_raw_decode(self.tokenizer), before, cut) == decode_after(
+            self.tokenizer.text, before, cut
+        )
+        self._cut_text = self._shown(whole) + (raw[len(self._raw(whole)) : place] if is_shown else "")
 
 
 def decode_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], tokens: Sequence[int]) -> str:

@@ -166,19 +166,20 @@ class Kernel(NamedTuple):
     """An implementation of attention, on the heads and the part of the sequence that a device has.
 
     Attributes:
-      forward: (query [b, s, a, d], key [b, t, g, d], value [b, t, g, v], causal, first, drop) -> (output [b, s, a, v],
+      forward: (query [b, s, a, d], key [b, t, g, d], value [b, t, g, v], causal, first) -> (output [b, s, a, v],
         statistics [b, a, s]). Statistics are the fp32 logarithm of the sum over keys of exp(score), score =
         query key / sqrt(d). `causal` hides keys after their query (then s = t). `first`, int32 [b, s] and not decreasing
         along s, hides keys before first[query]; None hides none. A query that sees no key has output 0 and statistics
-        HIDDEN_SCORE; with `causal` each sees itself. `drop`: dropout of the probabilities, of these queries and keys;
-        only `attention_kernels.XLA`, and what is made of it, has any.
-      backward: (query, key, value, output, statistics, gradient of the output, causal, first, drop) -> gradients of query,
-        key and value. Output and statistics may be those of a softmax over more keys than these: the gradients are then
+        HIDDEN_SCORE; with `causal` each sees itself.
+      backward: (query, key, value, output, statistics, gradient of the output, causal, first) -> gradients of query, key
+        and value. Output and statistics may be those of a softmax over more keys than these: the gradients are then
         these keys' part, which is what ring attention sums.
+      dropping: (dropout of a call's queries and keys) -> the kernel with it; None: it has none, as fused kernels.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    dropping: Callable[[ScoreDropout], "Kernel"] | None = None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 6))
@@ -219,36 +220,47 @@ def fused_attention(
 
 def _forward(query, key, value, kernel, document, padding, causal, sinks, drop):
     assert (document if not causal else padding) is None
+    assert drop is None or kernel.dropping is not None, "this kernel has no dropout"
 
-    def local(query, key, value, document, padding, sinks, drop):
-        key, value = (_reversed(x, padding) for x in (key, value))
-        first = document if padding is None else jnp.broadcast_to(padding[:, None], query.shape[:2])
-        drop = drop and dataclasses.replace(drop, is_reversed=padding is not None)
-        output, statistics = kernel.forward(join_heads(query), key, value, causal, first, drop)
+    def local(query, key, value, hidden, sinks, drop):
+        own, key, value, first = _of_kernel(kernel, query, key, value, causal, hidden, drop)
+        output, statistics = own.forward(join_heads(query), key, value, causal, first)
         if sinks is not None:
             output, statistics = _with_sinks(output, statistics, sinks)
         return output.reshape(*query.shape[:-1], -1), statistics
 
-    specs = (HEADS, HEADS, HEADS, P(), P(), P(TENSOR), STATISTICS), (HEADS, STATISTICS)
-    results = on_tensor_shards(local, *specs)(query, key, value, document, padding, sinks, drop)
+    specs = (HEADS, HEADS, HEADS, P(), P(TENSOR), STATISTICS), (HEADS, STATISTICS)
+    hidden = document if causal else padding
+    results = on_tensor_shards(local, *specs)(query, key, value, hidden, sinks, drop)
     output, statistics = map(checkpoint_name, results, NAMES)
-    return output, (query, key, value, output, statistics, document, padding, sinks, drop)
+    return output, (query, key, value, output, statistics, hidden, sinks, drop)
 
 
 def _backward(kernel, causal, residuals, gradient):
-    def local(query, key, value, output, statistics, document, padding, sinks, drop, gradient):
-        joined = map(join_heads, (query, output, gradient))
-        query_, output, gradient = joined
-        key, value = (_reversed(x, padding) for x in (key, value))
-        first = document if padding is None else jnp.broadcast_to(padding[:, None], query.shape[:2])
-        drop = drop and dataclasses.replace(drop, is_reversed=padding is not None)
-        dq, dk, dv = kernel.backward(query_, key, value, output, statistics, gradient, causal, first, drop)
+    def local(query, key, value, output, statistics, hidden, sinks, drop, gradient):
+        own, key, value, first = _of_kernel(kernel, query, key, value, causal, hidden, drop)
+        query_, output, gradient = map(join_heads, (query, output, gradient))
+        dq, *others = own.backward(query_, key, value, output, statistics, gradient, causal, first)
+        dk, dv = (_in_order(x, causal, hidden) for x in others)
         of_sinks = None if sinks is None else _gradient_of_sinks(output, statistics, sinks, gradient)
-        return dq.reshape(query.shape), _reversed(dk, padding), _reversed(dv, padding), of_sinks
+        return dq.reshape(query.shape), dk, dv, of_sinks
 
-    specs = (*[HEADS] * 4, STATISTICS, P(), P(), P(TENSOR), STATISTICS, HEADS), (*[HEADS] * 3, P(TENSOR))
+    specs = (*[HEADS] * 4, STATISTICS, P(), P(TENSOR), STATISTICS, HEADS), (*[HEADS] * 3, P(TENSOR))
     *of_arrays, of_sinks = on_tensor_shards(local, *specs)(*residuals, gradient)
     return *of_arrays, None, None, of_sinks, None
+
+
+def _of_kernel(
+    kernel, query, key, value, causal, hidden, drop
+) -> tuple[Kernel, jax.Array, jax.Array, jax.Array | None]:
+    """The kernel with dropout, keys and values in its order, and the first key of each query.
+
+    `hidden`: the documents of a causal call, the padding of another.
+    """
+    if drop is not None:
+        kernel = kernel.dropping(dataclasses.replace(drop, is_reversed=not causal and hidden is not None))
+    first = hidden if causal or hidden is None else jnp.broadcast_to(hidden[:, None], query.shape[:2])
+    return kernel, *(_in_order(x, causal, hidden) for x in (key, value)), first
 
 
 def _with_sinks(output: jax.Array, statistics: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -265,9 +277,9 @@ def _gradient_of_sinks(output, statistics, sinks, gradient) -> jax.Array:
     return -(shares * along).sum((0, 2)).reshape(sinks.shape).astype(sinks.dtype)
 
 
-def _reversed(x: jax.Array, padding: jax.Array | None) -> jax.Array:
+def _in_order(x: jax.Array, causal: bool, hidden: jax.Array | None) -> jax.Array:
     """Keys or values [b, t, ...], or their gradients, in the other order if there is padding."""
-    return x if padding is None else jnp.flip(x, 1)
+    return x if causal or hidden is None else jnp.flip(x, 1)
 
 
 fused_attention.defvjp(_forward, _backward)

@@ -15,13 +15,11 @@ from jax import lax
 from megajax.ops.attention import Kernel
 from megajax.ops.attention_choice import UNEQUAL_FROM, has_head_sizes
 from megajax.ops.flash_attention import HIDDEN_SCORE, flash_backward
+from megajax.ops.score_dropout import ScoreDropout
 from megajax.ops.tokamax_kernels import attention_backward, attention_forward, has_backward
 from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward, cudnn_version
 
 __all__ = ["CUDNN", "INTERPRETED", "XLA", "cudnn_kernel", "tokamax_kernel", "with_one_size", "with_window"]
-
-
-NO_DROPOUT = "fused kernels draw no dropout"
 
 
 def with_window(kernel: Kernel, window: int | None) -> Kernel:
@@ -33,13 +31,14 @@ def with_window(kernel: Kernel, window: int | None) -> Kernel:
         start = jnp.maximum(jnp.arange(query.shape[1], dtype=jnp.int32) - (window - 1), 0)[None]
         return jnp.broadcast_to(start, query.shape[:2]) if first is None else jnp.maximum(start, first)
 
-    def forward(query, key, value, causal, first=None, drop=None):
-        return kernel.forward(query, key, value, causal, both(query, first), drop)
+    def forward(query, key, value, causal, first=None):
+        return kernel.forward(query, key, value, causal, both(query, first))
 
-    def backward(query, key, value, output, statistics, gradient, causal, first=None, drop=None):
-        return kernel.backward(query, key, value, output, statistics, gradient, causal, both(query, first), drop)
+    def backward(query, *arguments):
+        *others, first = arguments
+        return kernel.backward(query, *others, both(query, first))
 
-    return Kernel(forward, backward)
+    return Kernel(forward, backward, kernel.dropping and (lambda drop: with_window(kernel.dropping(drop), window)))
 
 
 def with_one_size(kernel: Kernel, has: Callable[[int, int], bool] = operator.eq) -> Kernel:
@@ -57,15 +56,13 @@ def with_one_size(kernel: Kernel, has: Callable[[int, int], bool] = operator.eq)
         arrays = query * factor, key, value, *others
         return [jnp.pad(x, (*[(0, 0)] * 3, (0, width - x.shape[-1]))) for x in arrays], factor
 
-    def forward(query, key, value, causal, first=None, drop=None):
-        assert drop is None, NO_DROPOUT
+    def forward(query, key, value, causal, first=None):
         if has(query.shape[-1], value.shape[-1]):
             return kernel.forward(query, key, value, causal, first)
         output, statistics = kernel.forward(*widen(query, key, value)[0], causal, first)
         return output[..., : value.shape[-1]], statistics
 
-    def backward(query, key, value, output, statistics, gradient, causal, first=None, drop=None):
-        assert drop is None, NO_DROPOUT
+    def backward(query, key, value, output, statistics, gradient, causal, first=None):
         if has(query.shape[-1], value.shape[-1]):
             return kernel.backward(query, key, value, output, statistics, gradient, causal, first)
         (*wide, output, gradient), factor = widen(query, key, value, output, gradient)
@@ -119,7 +116,11 @@ def _xla_backward(query, key, value, output, statistics, gradient, causal, first
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
 
 
-XLA = Kernel(_xla_forward, _xla_backward)
+def _xla_kernel(drop: ScoreDropout | None = None) -> Kernel:
+    return Kernel(partial(_xla_forward, drop=drop), partial(_xla_backward, drop=drop), _xla_kernel)
+
+
+XLA = _xla_kernel()
 # On any device: XLA's forward, and megajax's backward in Pallas's interpreter; Mosaic's does not run tokamax's kernels.
 INTERPRETED = with_one_size(Kernel(_xla_forward, partial(flash_backward, interpret=True)))
 

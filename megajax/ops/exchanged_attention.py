@@ -43,15 +43,25 @@ def exchanged_attention(kernel: Kernel, axis_name: AxisName, ranks: int) -> Kern
       axis_name: the mesh axis, or several as one, outermost first.
       ranks: C; not 1.
     """
-    exchange = _Exchange(kernel, axis_name, ranks)
-    return Kernel(partial(_forward, exchange), partial(_backward, exchange))
+    return _Exchange(kernel, axis_name, ranks).kernel_of_parts()
 
 
 class _Exchange:
     """The kernel of whole samples, and the all-to-alls among the groups of `ranks` neighbours on a mesh axis."""
 
-    def __init__(self, kernel: Kernel, axis_name: AxisName, ranks: int):
-        self.kernel, self.axis_name, self.ranks = kernel, axis_name, ranks
+    def __init__(self, kernel: Kernel, axis_name: AxisName, ranks: int, drop: ScoreDropout | None = None):
+        self.kernel, self.axis_name, self.ranks, self.drop = kernel, axis_name, ranks, drop
+
+    def kernel_of_parts(self) -> Kernel:
+        """See `exchanged_attention`."""
+        again = lambda drop: _Exchange(self.kernel, self.axis_name, self.ranks, drop).kernel_of_parts()  # noqa: E731
+        return Kernel(partial(_forward, self), partial(_backward, self), self.kernel.dropping and again)
+
+    def of_heads(self) -> Kernel:
+        """The kernel for all queries of the samples, and this rank's part of the heads."""
+        if self.drop is None:
+            return self.kernel
+        return self.kernel.dropping(dataclasses.replace(self.drop, keys=self.whole_samples(self.drop.keys, 1, 2)))
 
     def whole_samples(self, x: jax.Array, heads: int = HEADS, sequence: int = SEQUENCE) -> jax.Array:
         """From all heads of this rank's tokens to the whole sequence, in its order, of this rank's part of the heads."""
@@ -91,27 +101,22 @@ class _Exchange:
             return None
         return self.whole_samples(jnp.repeat(first[..., None], self.ranks, -1))[..., 0]
 
-    def dropout(self, drop: ScoreDropout | None) -> ScoreDropout | None:
-        """Dropout of all queries of the samples, and of this rank's part of the heads."""
-        return drop and dataclasses.replace(drop, keys=self.whole_samples(drop.keys, 1, 2))
 
-
-def _forward(exchange, query, key, value, causal, first=None, drop=None):
+def _forward(exchange, query, key, value, causal, first=None):
     copies = exchange.copies(query, key)
     query = exchange.whole_samples(query)
     key, value = (exchange.whole_samples(jnp.repeat(x, copies, HEADS)) for x in (key, value))
-    first, drop = exchange.first_keys(first), exchange.dropout(drop)
-    output, statistics = exchange.kernel.forward(query, key, value, causal, first, drop)
+    output, statistics = exchange.of_heads().forward(query, key, value, causal, exchange.first_keys(first))
     return exchange.own_tokens(output), exchange.own_tokens(statistics, 1, 2)
 
 
-def _backward(exchange, query, key, value, output, statistics, gradient, causal, first=None, drop=None):
+def _backward(exchange, query, key, value, output, statistics, gradient, causal, first=None):
     copies = exchange.copies(query, key)
     repeated = (jnp.repeat(x, copies, HEADS) for x in (key, value))
     query, key, value, output, gradient = map(exchange.whole_samples, (query, *repeated, output, gradient))
     statistics = exchange.whole_samples(statistics, 1, 2)
-    first, drop = exchange.first_keys(first), exchange.dropout(drop)
-    gradients = exchange.kernel.backward(query, key, value, output, statistics, gradient, causal, first, drop)
+    first = exchange.first_keys(first)
+    gradients = exchange.of_heads().backward(query, key, value, output, statistics, gradient, causal, first)
     dq, dk, dv = map(exchange.own_tokens, gradients)
     if copies > 1:
         dk, dv = (_sum_of_copies(x, copies) for x in (dk, dv))

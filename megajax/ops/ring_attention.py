@@ -109,8 +109,7 @@ def ring_attention(kernel: Kernel, axis_name: AxisName, ranks: int, window: int 
       ranks: C; not 1.
       window: keys that a query sees, the last ones, itself included; None: all.
     """
-    ring = _Ring(kernel, axis_name, ranks, window)
-    return Kernel(partial(_forward, ring), partial(_backward, ring))
+    return _Ring(kernel, axis_name, ranks, window).kernel_of_parts()
 
 
 def neighbours(axis_name: AxisName, ranks: int) -> list[list[int]]:
@@ -147,10 +146,18 @@ def _route(axis_name: AxisName, ranks: int) -> list[tuple[int, int]]:
 
 
 class _Ring:
-    """The kernel of pieces, the routes of the sends (rings of `ranks` neighbours on a mesh axis), and the window."""
+    """The kernel of pieces, the routes of the sends (rings of `ranks` neighbours on a mesh axis), window and dropout."""
 
-    def __init__(self, kernel: Kernel, axis_name: AxisName, ranks: int, window: int | None):
-        self.kernel, self.axis_name, self.ranks, self.window = kernel, axis_name, ranks, window
+    def __init__(
+        self, kernel: Kernel, axis_name: AxisName, ranks: int, window: int | None, drop: ScoreDropout | None = None
+    ):
+        self.kernel, self.axis_name, self.ranks, self.window, self.drop = kernel, axis_name, ranks, window, drop
+
+    def kernel_of_parts(self) -> Kernel:
+        """See `ring_attention`."""
+        ring = self.kernel, self.axis_name, self.ranks, self.window
+        again = lambda drop: _Ring(*ring, drop).kernel_of_parts()  # noqa: E731
+        return Kernel(partial(_forward, self), partial(_backward, self), self.kernel.dropping and again)
 
     def send(self, *arrays: jax.Array) -> list[jax.Array]:
         """The arrays of the previous rank."""
@@ -189,22 +196,24 @@ class _Ring:
         (early, late), (first, second) = pieces, self.starts(step, pieces[0].shape[1])
         return jnp.concatenate([late - first, choose(early - first, late - second)])
 
-    def drop_local(self, drop: ScoreDropout | None, length: int, step: int = 0) -> ScoreDropout | None:
-        """Dropout of all local queries with the keys, in two pieces of `length`, received after `step` sends."""
-        if drop is None:
-            return None
+    def kernel_of_local(self, step: int = 0) -> Kernel:
+        """The kernel for all local queries and the keys received after `step` sends."""
+        if self.drop is None:
+            return self.kernel
+        length = self.drop.keys.shape[2] // 2
         places = jnp.concatenate([start + jnp.arange(length) for start in self.starts(step, length)])
-        return drop.at(drop.keys, places, 2 * self.ranks * length)
+        return self.kernel.dropping(self.drop.at(self.drop.keys, places, 2 * self.ranks * length))
 
-    def drop_of_pairs(self, drop: ScoreDropout | None, choose: Callable, step: int) -> ScoreDropout | None:
-        """Dropout in the two products of `_pairs`."""
-        if drop is None:
-            return None
-        early, late = _halves(drop.keys, 2)
-        first, second = self.starts(step, early.shape[2])
+    def kernel_of_pairs(self, choose: Callable, step: int) -> Kernel:
+        """The kernel for the two products of `_pairs`."""
+        if self.drop is None:
+            return self.kernel
+        early, late = _halves(self.drop.keys, 2)
+        length = early.shape[2]
+        first, second = self.starts(step, length)
         starts = jnp.stack([first, choose(first, second)]).repeat(len(early))[:, None]
         keys = jnp.concatenate([late, choose(early, late)])
-        return drop.at(keys, starts + jnp.arange(early.shape[2]), 2 * self.ranks * early.shape[2])
+        return self.kernel.dropping(self.drop.at(keys, starts + jnp.arange(length), 2 * self.ranks * length))
 
 
 def _halves(x: jax.Array, axis: int = 1) -> list[jax.Array]:
@@ -229,23 +238,22 @@ def _merge(output, statistics, new_output, new_statistics):
     return output * share(statistics) + new_output * share(new_statistics), total
 
 
-def _forward(ring, query, key, value, causal, first=None, drop=None):
+def _forward(ring, query, key, value, causal, first=None):
     """First the local pieces, the only ones with a causal mask; then the received ones, while the next are being sent."""
     if not causal:
-        return _forward_of_all(ring, query, key, value, first, drop)
+        return _forward_of_all(ring, query, key, value, first)
     received, seen = (key, value), ring.first_keys(first, query)
     for step in range(ring.ranks):
         here, received = received, ring.send(*received) if step < ring.ranks - 1 else None
         if step == 0:
-            own = ring.drop_local(drop, key.shape[1] // 2)
-            output, statistics = ring.kernel.forward(query, *here, True, ring.first_local(seen), own)
+            output, statistics = ring.kernel_of_local().forward(query, *here, True, ring.first_local(seen))
             outputs, sums = _halves(output.astype(jnp.float32)), _halves(statistics, 2)
             continue
         earlier = ring.is_earlier(step)
         choose = partial(jnp.where, earlier)
         pairs = _pairs(choose, [_halves(query)], [_halves(x) for x in here])
-        of_pairs = ring.drop_of_pairs(drop, choose, step)
-        new = ring.kernel.forward(*pairs, False, ring.first_of_pairs(seen, choose, step), of_pairs)
+        kernel = ring.kernel_of_pairs(choose, step)
+        new = kernel.forward(*pairs, False, ring.first_of_pairs(seen, choose, step))
         (sure, other), (sure_sum, other_sum) = map(partial(_halves, axis=0), new)
         of_first, of_second = (jnp.where(flag, other_sum, HIDDEN_SCORE) for flag in (earlier, ~earlier))
         outputs[0], sums[0] = _merge(outputs[0], sums[0], other, of_first)
@@ -254,13 +262,13 @@ def _forward(ring, query, key, value, causal, first=None, drop=None):
     return jnp.concatenate(outputs, 1).astype(query.dtype), jnp.concatenate(sums, 2)
 
 
-def _backward(ring, query, key, value, output, statistics, gradient, causal, first=None, drop=None):
+def _backward(ring, query, key, value, output, statistics, gradient, causal, first=None):
     """Gradients of keys and values are sent with them, accumulated on every rank, and return to their own rank."""
     if not causal:
-        return _backward_of_all(ring, (query, key, value), (output, statistics, gradient), first, drop)
+        return _backward_of_all(ring, (query, key, value), (output, statistics, gradient), first)
     here, ours = (key, value), (query, output, gradient)
-    seen, dropped = ring.first_keys(first, query), ring.drop_local(drop, key.shape[1] // 2)
-    own = ring.kernel.backward(query, key, value, output, statistics, gradient, True, ring.first_local(seen), dropped)
+    seen, kernel = ring.first_keys(first, query), ring.kernel_of_local()
+    own = kernel.backward(query, key, value, output, statistics, gradient, True, ring.first_local(seen))
     dq, moving = _halves(own[0].astype(jnp.float32)), own[1:]
     for step in range(1, ring.ranks):
         here, moving = ring.send(*here), ring.send(*moving)
@@ -272,8 +280,8 @@ def _backward(ring, query, key, value, output, statistics, gradient, causal, fir
         first, second = _halves(statistics, 2)
         sums = jnp.concatenate([second, choose(first, second)])
         pairs = ring.first_of_pairs(seen, choose, step)
-        of_pairs = ring.drop_of_pairs(drop, choose, step)
-        new = ring.kernel.backward(queries, keys, values, outputs, sums, gradients, False, pairs, of_pairs)
+        kernel = ring.kernel_of_pairs(choose, step)
+        new = kernel.backward(queries, keys, values, outputs, sums, gradients, False, pairs)
         (sure, other), *of_keys = (_halves(x.astype(jnp.float32), 0) for x in new)
         dq = [dq[0] + choose(other, 0), dq[1] + sure + choose(0, other)]
         moving = [
@@ -284,13 +292,12 @@ def _backward(ring, query, key, value, output, statistics, gradient, causal, fir
     return jnp.concatenate(dq, 1).astype(query.dtype), dk, dv
 
 
-def _forward_of_all(ring, query, key, value, first, drop):
+def _forward_of_all(ring, query, key, value, first):
     """Without a causal mask: every rank computes the products of its queries with all keys, in C equal steps."""
     received, seen = (key, value), ring.first_keys(first, query)
     for step in range(ring.ranks):
         here, received = received, ring.send(*received) if step < ring.ranks - 1 else None
-        dropped = ring.drop_local(drop, key.shape[1] // 2, step)
-        part, of_part = ring.kernel.forward(query, *here, False, ring.first_local(seen, step), dropped)
+        part, of_part = ring.kernel_of_local(step).forward(query, *here, False, ring.first_local(seen, step))
         if step == 0:
             output, statistics = part.astype(jnp.float32), of_part
         else:
@@ -298,7 +305,7 @@ def _forward_of_all(ring, query, key, value, first, drop):
     return output.astype(query.dtype), statistics
 
 
-def _backward_of_all(ring, inputs, results, first, drop):
+def _backward_of_all(ring, inputs, results, first):
     """The backward of `_forward_of_all`; gradients of keys and values are sent with them."""
     query, *here = inputs
     seen, dq = ring.first_keys(first, query), jnp.zeros(query.shape, jnp.float32)
@@ -306,8 +313,7 @@ def _backward_of_all(ring, inputs, results, first, drop):
     for step in range(ring.ranks):
         if step:
             here, moving = ring.send(*here), ring.send(*moving)
-        dropped = ring.drop_local(drop, here[0].shape[1] // 2, step)
-        new = ring.kernel.backward(query, *here, *results, False, ring.first_local(seen, step), dropped)
+        new = ring.kernel_of_local(step).backward(query, *here, *results, False, ring.first_local(seen, step))
         dq = dq + new[0]
         moving = [total + part.astype(total.dtype) for total, part in zip(moving, new[1:], strict=True)]
     dk, dv = ring.send(*moving)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops.attention import Scoring, plain_attention
+from megajax.ops.attention import Scoring, fused_attention, plain_attention
 from megajax.ops.attention_kernels import XLA, with_one_size
 from megajax.ops.score_dropout import ScoreDropout
 from tests.gradients import both_ways
@@ -118,4 +118,4 @@ def test_ranks_that_share_samples_drop_what_one_device_drops(share, ranks, kind)
 def test_fused_kernels_have_none():
     query, key, value, _ = inputs()
     with pytest.raises(AssertionError, match="no dropout"):
-        with_one_size(XLA).forward(query.reshape(SAMPLES, SEQUENCE, HEADS, -1), key, value, True, None, dropout())
+        fused_attention(query, key, value, with_one_size(XLA), drop=dropout())

@@ -8,7 +8,7 @@ from megajax.config import ModelConfig
 from megajax.interop.hugging_face.description import LAYER, NO_BIASES, Description, Fields, described
 from megajax.interop.hugging_face.keys import Keys
 from megajax.interop.hugging_face.llama4_family import LLAMA4
-from megajax.interop.hugging_face.llama_families import write_rotary
+from megajax.interop.hugging_face.llama_families import ORIGINAL, write_rotary
 from megajax.interop.hugging_face.recurrent_families import GRANITE_HYBRID, QWEN3_NEXT
 from megajax.interop.hugging_face.shared_expert_families import SHARED_EXPERT_FAMILIES
 from megajax.interop.hugging_face.tensors import Piece, fused_qkv
@@ -42,8 +42,9 @@ def _read_phi3(keys: Keys, fields: Fields) -> Fields:
 
 
 def _write_phi3(model: ModelConfig) -> dict[str, Any]:
-    length = model.rotary_original_length or model.sequence_length
-    return {"original_max_position_embeddings": length} if model.rotary_scaling == "longrope" else {}
+    """Where it is in rope_parameters alone, transformers has 4,096."""
+    rope = write_rotary(model)
+    return {ORIGINAL: rope[ORIGINAL]} if model.rotary_scaling == "longrope" else {}
 
 
 def _read_growth(keys: Keys, fields: Fields) -> Fields:
