@@ -16,7 +16,7 @@ from megajax.config import ConfigError, ParallelConfig, RunConfig, TrainConfig
 from megajax.models.interface import ModelContext, mean_loss
 from megajax.models.nnx_model import NNXModel, named_key, parameter
 from megajax.runtime.mesh import make_mesh
-from megajax.schedules.registry import names
+from megajax.schedules.registry import find, names
 from megajax.train.step import make_training
 from tests import small
 
@@ -24,8 +24,9 @@ pytestmark = pytest.mark.slow
 
 LENGTH, WIDTH, INNER, SAMPLES, LAYERS = 8, 6, 12, 8, 4
 RESIDUAL = ("batch", "sequence", "hidden")
-CHUNKS = {"interleaved_1f1b": 2, "looped_bfs": 2, "zb_1p_interleaved": 2, "zb_v": 2, "dualpipe_v": 2, "auto": 2}
-SCHEDULES = {name: CHUNKS.get(name, 1) for name in names() if name != "pipedream_2bw"}  # which has stale weights
+SCHEDULES = {  # with the chunks of a rank; PipeDream-2BW has stale weights
+    name: 1 if find(name).chunks == "one" else 2 for name in names() if name != "pipedream_2bw"
+}
 TABLE = np.linspace(0.5, 1.5, LAYERS).astype(np.float32)
 
 
