@@ -35,11 +35,19 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def run_of(
-    model: ModelConfig, microbatches: int, matmul_dtype: str | None = None, documents: bool = False, **parallel
+    model: ModelConfig,
+    microbatches: int,
+    matmul_dtype: str | None = None,
+    documents: bool = False,
+    expert_matmul_dtype: str | None = None,
+    **parallel,
 ) -> RunConfig:
     """The run that `compile_step` compiles."""
-    layout = ParallelConfig(**parallel)
-    train = TrainConfig(global_batch_size=microbatches * layout.data, matmul_dtype=matmul_dtype)
+    layout, dtypes = (
+        ParallelConfig(**parallel),
+        {"matmul_dtype": matmul_dtype, "expert_matmul_dtype": expert_matmul_dtype},
+    )
+    train = TrainConfig(global_batch_size=microbatches * layout.data, **dtypes)
     data = DataConfig(reset_position_ids=documents, reset_attention_mask=documents)
     run = RunConfig(model, layout, train, data)
     run.validate()
@@ -47,7 +55,12 @@ def run_of(
 
 
 def compile_step(
-    model: ModelConfig, microbatches: int, matmul_dtype: str | None = None, documents: bool = False, **parallel
+    model: ModelConfig,
+    microbatches: int,
+    matmul_dtype: str | None = None,
+    documents: bool = False,
+    expert_matmul_dtype: str | None = None,
+    **parallel,
 ) -> tuple[str, int]:
     """(HLO text, peak bytes on one GPU) of the training step, as bf16, one sample a microbatch and replica.
 
@@ -55,7 +68,7 @@ def compile_step(
       documents: positions and attention restart in every document of a sample.
       parallel: fields of ParallelConfig.
     """
-    train = (("matmul_dtype", matmul_dtype), ("documents", documents))
+    train = (("matmul_dtype", matmul_dtype), ("documents", documents), ("expert_matmul_dtype", expert_matmul_dtype))
     return _compile(tuple(dataclasses.asdict(model).items()), microbatches, train, tuple(parallel.items()))
 
 

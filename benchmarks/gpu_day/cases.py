@@ -122,6 +122,8 @@ def _losses(tiny: bool) -> Iterator[Case]:
         yield _loss_case("gpt bf16, matmuls in fp8", "gpt3", "bf16", "--matmul-dtype fp8", limit="fp8")
         sent = "--expert-dispatch-dtype fp8"  # what is rounded up on one device may be rounded down on the other
         yield _loss_case("moe fp32, tokens in fp8", "moe", "fp32", "", sent, exact=True, limit="tf32")
+        multiplied = "--expert-matmul-dtype fp8"  # on a CPU of rounded numbers
+        yield _loss_case("moe fp32, experts in fp8", "moe", "fp32", "", multiplied, exact=True, limit="tf32")
 
 
 def _layouts(gpus: int, tiny: bool) -> Iterator[Case]:

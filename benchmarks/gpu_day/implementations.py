@@ -106,6 +106,12 @@ def timed_grouped(device: jax.Device) -> dict[str, dict[str, Callable]]:
     if _has_tokamax(device) and "tokamax" not in kernels:
         for direction, call in _ragged_of_tokamax(device).items():
             found[direction]["tokamax"] = call
+    if (kernel := grouped_matmul.kernel_for(device)).eight_bits:
+        in_8_bits = kernel.in_8_bits()
+        found["product"]["pallas, fp8"], found["product, transposed"]["pallas, fp8"] = (
+            _product(in_8_bits),
+            _transposed(in_8_bits),
+        )
     found["product"]["one matmul of all rows"] = lambda rows, kernels, slopes, sizes: rows @ kernels[0]
     return found
 

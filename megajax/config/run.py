@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.config.batch_ramp import remaining_steps
 from megajax.config.data import DataConfig
-from megajax.config.errors import ConfigError, divisors, either, multiples, one_of
+from megajax.config.errors import ConfigError, divisors, either, multiples, one_of, option
 from megajax.config.fields import setting
 from megajax.config.hashing import HashSlot, hashed_once
 from megajax.config.parallel import MOST_CPU_DEVICES, ParallelConfig
@@ -103,14 +103,15 @@ class RunConfig(HashSlot):
                 "--tensor-overlap none, or omit --matmul-dtype."
             )
         experts = getattr(self.model, "experts", 0)
-        if self.train.matmul_dtype == "fp8" and experts:
+        if self.train.matmul_dtype == "fp8" != self.train.expert_matmul_dtype and experts:
             raise ConfigError(
-                f"matmul_dtype = fp8 does not work with experts = {experts}, whose matmuls are in the run's precision: "
-                "omit --matmul-dtype."
+                f"matmul_dtype = fp8 is not of the matmuls of experts, and {self.model.name} has {experts}: pass "
+                "--expert-matmul-dtype fp8, with --matmul-dtype or without."
             )
-        if self.train.expert_dispatch_dtype and not experts:
-            given = f"expert_dispatch_dtype = {self.train.expert_dispatch_dtype} is of tokens that are sent to experts"
-            raise ConfigError(f"{given}, and {self.model.name} has none: omit --expert-dispatch-dtype.")
+        for name, of in (("expert_dispatch_dtype", "tokens that are sent to"), ("expert_matmul_dtype", "matmuls of")):
+            if (given := getattr(self.train, name)) and not experts:
+                text = f"{name} = {given} is of {of} experts, and {self.model.name} has none"
+                raise ConfigError(f"{text}: omit {option(name)}.")
 
 
 def _check_layers(run: RunConfig) -> None:

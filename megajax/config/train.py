@@ -10,6 +10,10 @@ NOT_IN_OPTAX = ("soap", "shampoo")  # optimizers that people ask for
 MOST_BATCH_SIZES = 1024
 
 
+def _in_8_bits(description: str):
+    return setting(None, description, ("bf16", "fp8"), shown_default="--precision's")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The optimisation: batch, optimizer, learning rate, precision. Defaults are GPT-3's (2005.14165, appendix B)."""
@@ -125,17 +129,14 @@ class TrainConfig:
     precision: str = setting(
         "bf16", "data type of the forward and backward pass; weights stay fp32", ("bf16", "fp32", "fp16")
     )
-    matmul_dtype: str | None = setting(
-        None,
-        "data type of the matmuls with the blocks' weights; fp8: E4M3 forward, E5M2 for gradients (install megajax[fp8])",
-        ("bf16", "fp8"),
-        shown_default="--precision's",
+    matmul_dtype: str | None = _in_8_bits(
+        "data type of the matmuls with the blocks' weights; fp8: E4M3 forward, E5M2 for gradients (install megajax[fp8])"
     )
-    expert_dispatch_dtype: str | None = setting(
-        None,
-        "data type in which tokens, and gradients of results, are sent to experts; fp8: E4M3 with a scale for each 128",
-        ("bf16", "fp8"),
-        shown_default="--precision's",
+    expert_matmul_dtype: str | None = _in_8_bits(
+        "data type of experts' matmuls; fp8: E4M3, a scale for each 1 x 128 or 128 x 128, not for weights' gradients"
+    )
+    expert_dispatch_dtype: str | None = _in_8_bits(
+        "data type in which tokens, and gradients of results, are sent to experts; fp8: E4M3 with a scale for each 128"
     )
     initial_loss_scale: float = setting(65536.0, "fp16: initial loss scale")
     loss_scale_window: int = setting(1000, "fp16: steps without overflow after which the loss scale doubles")
@@ -199,15 +200,12 @@ class TrainConfig:
             raise ConfigError("ema_validation is on, but there are no averaged weights: pass --ema-decay 0.999.")
         if self.distill_weight > 1:
             raise ConfigError(f"distill_weight = {self.distill_weight} is a share: pass --distill-weight 1, or less.")
-        for name in ("matmul_dtype", "expert_dispatch_dtype"):
+        for name in ("matmul_dtype", "expert_matmul_dtype", "expert_dispatch_dtype"):
+            given = f"{name} = {getattr(self, name)} does not work with precision = {self.precision}"
             if getattr(self, name) == "bf16" != self.precision:
-                given = f"{name} = bf16 does not work with precision = {self.precision}"
                 raise ConfigError(f"{given}: omit {option(name)}.")
-        if self.matmul_dtype == "fp8" and self.precision == "fp16":
-            raise ConfigError(
-                "matmul_dtype = fp8 does not work with precision = fp16, in which sums of scaled products overflow: "
-                "pass --precision bf16."
-            )
+            if getattr(self, name) == "fp8" and self.precision == "fp16" and name != "expert_dispatch_dtype":
+                raise ConfigError(f"{given}, in which sums of scaled products overflow: pass --precision bf16.")
 
     def _check_learning_rate(self) -> None:
         if self.warmup_steps > self.steps:

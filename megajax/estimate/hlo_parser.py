@@ -10,16 +10,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-# The kernels of megajax/ops/flash_attention.py, grouped_kernels.py and tokamax_kernels.py, by op name: Pallas's, in Triton
-# or in Mosaic. In the names of tokamax's, its own follow.
-OWN = re.compile(r'/((?:flash_attention|grouped_matmul|gated|norm)_\w+)/(?:[^"]*/)?(?:pallas_call|mpmd_map)"')
+# The kernels of megajax/ops/flash_attention.py, grouped_kernels.py, tokamax_kernels.py and others, by op name: Pallas's, in
+# Triton or in Mosaic. In the names of tokamax's, its own follow.
+OWN = re.compile(r'/((?:flash_attention|grouped_matmul|quantize|gated|norm)_\w+)/(?:[^"]*/)?(?:pallas_call|mpmd_map)"')
 GROUPED = "grouped_matmul"  # their names begin so
 PLAIN = (
     "gated_gradients",
     "gated_rows_gradients",
     "norm_gradients",
     "norm_and_save",
-)  # of megajax/ops/gated_down.py and norm_kernel.py, without a matmul
+    "quantize_blocks",
+    "quantize_rows",
+)  # of megajax/ops/gated_down.py, norm_kernel.py and grouped_fp8.py, without a matmul
 # Custom calls, attention's included.
 MATMULS = re.compile(rf"__cublas|__cutlass|__onednn\$matmul|__cudnn\$fmha|{OWN.pattern}")
 TARGET = re.compile(r'custom_call_target="([^"]*)"')

@@ -58,8 +58,9 @@ IN_STACKS = {
     "gated_rows_gradients": 3,
     "norm_gradients": 3,
     "norm_and_save": 3,
+    "quantize_blocks": 4,
 }
-ONLY_WRITES, ROUTED = "norm_and_save", "gated_rows_gradients"
+ONLY_WRITES, ROUTED = "norm_and_save", ("gated_rows_gradients", "quantize_rows")
 SCALAR = 1024  # bytes: what a fusion does with smaller arrays (loop counters, slots) does not decide its class
 
 
@@ -114,7 +115,7 @@ def kernel_of(line: Line, types: Mapping[str, str], computations: Mapping[str, S
                 read -= inputs[0] - _other_parts(types.get(operands(line)[0], ""), stack_axes)
             elif kernel_name(line) == PRODUCT and len(arrays(line.type)[0][1]) == stack_axes:
                 read -= written  # the stack that it writes its result to is an operand, too
-        plain = Kernel(line.name, "elementwise", read, written, routed=kernel_name(line) == ROUTED)
+        plain = Kernel(line.name, "elementwise", read, written, routed=kernel_name(line) in ROUTED)
         return _products(line.name, read, written, [line], types) or plain
     if line.op in ("dynamic-slice", "slice", "gather"):
         read = out
@@ -160,7 +161,8 @@ def _products(name: str, read: int, written: int, lines: Sequence[Line], types: 
 
 def _is_fp8(line: Line, types: Mapping[str, str]) -> bool:
     """Whether a line multiplies 8-bit floats."""
-    return is_matmul(line) and all(types.get(name, "").startswith("f8") for name in operands(line)[:2])
+    eight = [types.get(name, "").startswith("f8") for name in operands(line)]
+    return is_matmul(line) and (any(eight) if is_grouped(line) else all(eight[:2]))
 
 
 def _is_attention(line: Line) -> bool:

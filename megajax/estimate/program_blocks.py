@@ -58,6 +58,8 @@ SHARDED_SUM = 12
 # fp8: bytes for each parameter of a block (the largest of each row, both layouts quantized, sums copied out and back),
 # passes over each matmul's input and output, and kernels of a matmul.
 FP8_WEIGHT, FP8_PASSES, FP8_KERNELS = 28, 7, 22
+# Experts' operands that no kernel of ours quantizes: read for their largest, read and written.
+ROUNDED = 3
 # Collective matmuls: passes over inputs and outputs, without the rank's own part; kernels for each other part, and of a pass
 # besides; of a ring's time what is exposed at least.
 PART_PASSES, PART_KERNELS, RING_MATMUL, RING_EXPOSED = 3, 2, 7, 0.15
@@ -93,7 +95,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         return Work(matmul=sum(seconds), gaps=len(seconds) * self.rates.gap)
 
     def _product(self, one: Product, of: str) -> float:
-        """Seconds of one product. With fp8 it has twice the rate, except those of experts, which run in 16 bits.
+        """Seconds of one product. With fp8 it has twice the rate, of experts' those that run in 8 bits.
 
         In parts (`--tensor-overlap ring`), each reads the whole weight, and writes fp32 if it is summed over `tensor`.
         """
@@ -107,7 +109,9 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             written = (
                 one.experts * 4 if of == "weights" else self.item * self.room * rows * (k if of == "inputs" else n)
             )
-            return self.rates.product(2 * rows * k * n, written, moved)
+            if (faster := self.rate_in_8_bits if of != "weights" else 1) > 1:
+                moved -= (self.item - 1) * (self.room * rows * self._multiplied(one, of) + one.experts)
+            return self.rates.product(2 * rows * k * n, written, moved, faster)
         faster = 2 if self.fp8 else 1
         if of == "weights":
             return self._seconds(k, rows, n, faster, sums=True)
@@ -238,9 +242,21 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         )
         return len(self._products), self.rows * columns * self.item + 2 * self.residual
 
+    def _multiplied(self, one: Product, of: str) -> float:
+        """Elements of a token's rows that a product of experts multiplies by weights."""
+        size = one.inputs if of == "outputs" else one.outputs
+        return size * (self.model.experts.choice.chosen if size == self.model.hidden else 1)
+
+    def _quantized(self, *passes: str) -> Work:
+        """What experts' products of these need before them: their operands in 8 bits, or rounded to 16."""
+        products = [(one, of) for of in passes for one in self._products if one.experts]
+        each, kernels = (self.item + 1, 1) if self.rate_in_8_bits > 1 else (ROUNDED * self.item, 2)
+        count = sum(self.rows * self._multiplied(one, of) + one.experts for one, of in products)
+        return self.traffic(each * count, 2 * kernels * len(products))
+
     def _repeated(self, backward: int) -> Work:
         """The additional work of a forward (0) or backward (1) if weights are not in place, in fp8, and with rings."""
-        work, weights = Work(), sum(one.weights for one in self._products)
+        work, weights, full = Work(), sum(one.weights for one in self._products), self.parallel.recompute == "full"
         if not self.program.in_place:
             work += self.traffic(weights * (SLICE + backward * ACCUMULATION), 8)
         if self.fp8:
@@ -248,11 +264,13 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             moved = (FP8_WEIGHT * weights + FP8_PASSES * values) / 3
             work += self.traffic((1 + backward) * moved, (1 + backward) / 3 * FP8_KERNELS * len(self._products))
         if self._parts > 1:
-            times = 1 + backward * (2 if self.parallel.recompute == "full" else 1)  # matmuls of a weight in parts
+            times = 1 + backward * (2 if full else 1)  # matmuls of a weight in parts
             values = (1 - 1 / self._parts) * sum(one.inputs + one.outputs for one in self._products)
             values *= self.rows * self.item
             sends = (2 * times - backward) * self._pairs * (self._parts - 1)
             work += self.traffic(PART_PASSES * times * values, RING_MATMUL + PART_KERNELS * sends)
+        if self.run.train.expert_matmul_dtype == "fp8":
+            work += self._quantized("outputs") if not backward else self._quantized("inputs", *["outputs"] * full)
         work += self.between_ranks(backward)
         if self._pairs and self.split > 1 and self.parallel.microbatch_size > 1:
             # the sequence is gathered and scattered as the outer axis, and matmuls take samples as the outer one

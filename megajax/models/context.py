@@ -153,6 +153,8 @@ def model_context(
             "norms": ("norm", lambda x, scale, epsilon: norm_in_one_pass(x, scale, epsilon, rules.sequence_parallel)),
         }
         operations = operations._replace(**dict(kernels[name] for name in kernels.keys() & in_one_pass))
+    kernel = kernel_for(device)
+    kernel = kernel.in_8_bits() if run.train.expert_matmul_dtype == "fp8" else kernel
     return ModelContext(
         constrain=rules.constrain,
         operations=operations,
@@ -160,7 +162,7 @@ def model_context(
         dtype=dtype,
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
         experts=_expert_group(run, rules, device),
-        grouped_matmuls=GroupedMatmuls(kernel_for(device), True, "tensor" in rules.mesh_axes("feedforward"), once),
+        grouped_matmuls=GroupedMatmuls(kernel, True, "tensor" in rules.mesh_axes("feedforward"), once),
         sum_over_sequence=partial(sequence_sum, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         gather_sequence=partial(gather_sequence, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         dropout_seed=run.train.seed,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["bytes_of_element", "in_8_bits", "pack", "unpack"]
+__all__ = ["TILE", "bytes_of_element", "in_8_bits", "pack", "powers_of_two", "unpack"]
 
 TILE = 128
 BIAS, MANTISSA = 127, 23  # of fp32: an exponent as it is stored, and the bits below it
@@ -32,10 +32,8 @@ def pack(x: jax.Array) -> jax.Array:
     Elements that are not finite become NaN.
     """
     tiles = x.reshape(*x.shape[:-1], -1, _tile(x.shape[-1])).astype(jnp.float32)
-    largest = lax.bitcast_convert_type(jnp.abs(tiles).max(-1), jnp.int32) >> MANTISSA
-    exponent = jnp.maximum(largest, LARGEST + 1)  # so that the inverse scale below is finite
-    inverse = _power_of_two(BIAS + LARGEST - (exponent - BIAS))
-    elements = (tiles * inverse[..., None]).astype(jnp.float8_e4m3fn).reshape(x.shape)
+    exponent = _exponent(jnp.abs(tiles).max(-1))
+    elements = (tiles * _inverse(exponent)[..., None]).astype(jnp.float8_e4m3fn).reshape(x.shape)
     return jnp.concatenate([lax.bitcast_convert_type(elements, jnp.uint8), exponent.astype(jnp.uint8)], -1)
 
 
@@ -47,6 +45,16 @@ def unpack(packed: jax.Array, hidden: int, dtype: jnp.dtype) -> jax.Array:
     return tiles.reshape(elements.shape).astype(dtype)
 
 
+def powers_of_two(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(by what elements are multiplied before they are rounded, by what after), fp32, where the largest one is `largest`.
+
+    Where that is not finite, neither is a product with the second.
+    """
+    exponent = _exponent(largest)
+    scale = jnp.where(exponent > 2 * BIAS, jnp.nan, _power_of_two(exponent - LARGEST))
+    return _inverse(exponent), scale
+
+
 def in_8_bits(x: jax.Array, send: Callable[[jax.Array], jax.Array] = lambda packed: packed) -> jax.Array:
     """send(x), for which `send` gets and returns bytes; by default x as it would arrive."""
     return unpack(send(pack(x)), x.shape[-1], x.dtype)
@@ -54,6 +62,15 @@ def in_8_bits(x: jax.Array, send: Callable[[jax.Array], jax.Array] = lambda pack
 
 def _tile(hidden: int) -> int:
     return math.gcd(hidden, TILE)
+
+
+def _exponent(largest: jax.Array) -> jax.Array:
+    """The exponent of fp32 numbers, as it is stored, int32; of small ones so that the inverse scale is finite."""
+    return jnp.maximum(lax.bitcast_convert_type(largest, jnp.int32) >> MANTISSA, LARGEST + 1)
+
+
+def _inverse(exponent: jax.Array) -> jax.Array:
+    return _power_of_two(BIAS + LARGEST - (exponent - BIAS))
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:

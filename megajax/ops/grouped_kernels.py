@@ -6,7 +6,7 @@ and not of R times G.
 
 Shapes: R rows sorted by group, G groups, kernels [G, i, o]. The sizes of groups are known at run time only. So the grid has
 as many tiles of rows as there can be whatever the sizes, at most one for each group more than R rows fill, and three small
-arrays say which rows of which group a tile has (`_Tiles`). A tile begins where its group begins or where the tile before
+arrays say which rows of which group a tile has (`Tiles`). A tile begins where its group begins or where the tile before
 it ends, so that no tile has rows of two groups. Tiles that are left over do nothing.
 """
 
@@ -19,7 +19,17 @@ from jax import lax
 
 from megajax.runtime.compat import pallas, pallas_call, whole_block
 
-__all__ = ["pallas_add", "pallas_gradient", "pallas_into", "pallas_product"]
+__all__ = [
+    "Tiles",
+    "load",
+    "pallas_add",
+    "pallas_gradient",
+    "pallas_into",
+    "pallas_product",
+    "swizzled",
+    "tile_of",
+    "within",
+]
 
 # Tiles of rows whose programs run beside each other, so that they read a kernel, or slopes, from the L2 cache. Without it
 # the gradient of an expert's gate and value [4096, 28672], whose slopes are larger than that cache, ran at 330 TFLOP/s on an
@@ -27,7 +37,7 @@ __all__ = ["pallas_add", "pallas_gradient", "pallas_into", "pallas_product"]
 TOGETHER = 8
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """Of each tile of rows, int32: its group (G: none, its rows are zeros), its first row, the row after its last one."""
 
     group: jax.Array
@@ -35,7 +45,7 @@ class _Tiles(NamedTuple):
     stop: jax.Array
 
     @classmethod
-    def of(cls, sizes: jax.Array, rows: int, tile: int) -> "_Tiles":
+    def of(cls, sizes: jax.Array, rows: int, tile: int) -> "Tiles":
         """The tiles of groups of these sizes and of the rows after them, then some of no rows."""
         sizes = jnp.append(sizes, rows - sizes.sum()).astype(jnp.int32)
         ends, tiles = jnp.cumsum(sizes), jnp.cumsum((sizes + tile - 1) // tile)
@@ -63,14 +73,14 @@ class _Tile(NamedTuple):
     def of(cls, dtype, rows: int, columns: int, contracted: int) -> "_Tile":
         """What H100s and A100s hold in registers and, three steps deep, in shared memory."""
         most = cls(128, 256, 64) if jnp.dtype(dtype).itemsize == 2 else cls(64, 64, 32)
-        return cls(*(min(large, _power(size)) for large, size in zip(most, (rows, columns, contracted), strict=True)))
+        return cls(*(min(large, tile_of(size)) for large, size in zip(most, (rows, columns, contracted), strict=True)))
 
     @property
     def settings(self) -> dict:
         return {"warps": 8 if self.rows * self.columns >= 128 * 256 else 4, "stages": 3}
 
 
-def _power(size: int) -> int:
+def tile_of(size: int) -> int:
     """The power of 2 from size on, and at least the 16 that Triton multiplies."""
     return max(16, 1 << (size - 1).bit_length())
 
@@ -80,12 +90,12 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.dot(x, y, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _within(start, count: int, stop) -> jax.Array:
+def within(start, count: int, stop) -> jax.Array:
     """Which of `count` places from `start` on are before `stop`."""
     return start + jnp.arange(count, dtype=jnp.int32) < stop
 
 
-def _load(ref, places: tuple, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
+def load(ref, places: tuple, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
     """The elements at `places`, two slices after any indices, with 0 where a mask of rows or columns is False."""
     mask = None if rows is None else rows[:, None]
     if columns is not None:
@@ -107,19 +117,19 @@ def _product_kernel(tile: _Tile, transposed: bool, tiles: int, *refs):
     (groups, *shape), columns = kernels_ref.shape[-3:], out_ref.shape[-1]
     lead, into = [ref[0] for ref in places[:1]], [places[1][0], jnp.zeros((), jnp.int32)] if len(places) > 1 else []
     contracted = shape[transposed]
-    index, column = _swizzled(pallas().program_id(0), tiles, -(-columns // tile.columns))
+    index, column = swizzled(pallas().program_id(0), tiles, -(-columns // tile.columns))
     group, start, stop = group_ref[index], start_ref[index], stop_ref[index]
     out_at = pallas().ds(start, tile.rows), pallas().ds(column * tile.columns, tile.columns)
-    own = _within(start, tile.rows, stop)
-    here = None if columns % tile.columns == 0 else _within(column * tile.columns, tile.columns, columns)
+    own = within(start, tile.rows, stop)
+    here = None if columns % tile.columns == 0 else within(column * tile.columns, tile.columns, columns)
 
     def step(count, total):
         at = pallas().ds(count * tile.step, tile.step)
-        real = None if contracted % tile.step == 0 else _within(count * tile.step, tile.step, contracted)
-        rows = _load(rows_ref, (out_at[0], at), own, real)
+        real = None if contracted % tile.step == 0 else within(count * tile.step, tile.step, contracted)
+        rows = load(rows_ref, (out_at[0], at), own, real)
         if transposed:
-            return total + _dot(rows, _load(kernels_ref, (*lead, group, out_at[1], at), here, real).T)
-        return total + _dot(rows, _load(kernels_ref, (*lead, group, at, out_at[1]), real, here))
+            return total + _dot(rows, load(kernels_ref, (*lead, group, out_at[1], at), here, real).T)
+        return total + _dot(rows, load(kernels_ref, (*lead, group, at, out_at[1]), real, here))
 
     # Rows of no group are zeros, and a tile without rows has nothing to multiply.
     steps = ((group < groups) & (start < stop)).astype(jnp.int32) * -(-contracted // tile.step)
@@ -129,7 +139,7 @@ def _product_kernel(tile: _Tile, transposed: bool, tiles: int, *refs):
     pallas().store(out_ref.at[(*into, *out_at)], total.astype(out_ref.dtype), mask=mask)
 
 
-def _swizzled(program, tiles: int, columns: int) -> tuple:
+def swizzled(program, tiles: int, columns: int) -> tuple:
     """(tile of rows, tile of columns) of a program: TOGETHER tiles of rows with one tile of columns after the other."""
     block, within = lax.div(program, TOGETHER * columns), lax.rem(program, TOGETHER * columns)
     height = jnp.minimum(tiles - block * TOGETHER, TOGETHER)
@@ -168,7 +178,7 @@ def _call_product(rows, kernels, sizes, transposed: bool, more: list, interpret:
     count, contracted = rows.shape
     columns = kernels.shape[-2 if transposed else -1]
     tile = _Tile.of(rows.dtype, count, columns, contracted)
-    tiles = _Tiles.of(sizes, count, tile.rows)
+    tiles = Tiles.of(sizes, count, tile.rows)
     programs = len(tiles.group) * -(-columns // tile.columns)
     inputs = [*tiles, rows, kernels, *more]
     shape = more[-1].shape if len(more) > 1 else (count, columns)
@@ -192,20 +202,20 @@ def _gradient_kernel(tile: _Tile, size: tuple[int, int], starts_ref, stops_ref, 
     """
     *place_and_sum, out_ref = refs
     group, program = pallas().program_id(1), pallas().program_id(0)
-    row, column = _swizzled(program, -(-size[0] // tile.rows), -(-size[1] // tile.columns))
+    row, column = swizzled(program, -(-size[0] // tile.rows), -(-size[1] // tile.columns))
     corner = row * tile.rows, column * tile.columns
     start, stop = starts_ref[group], stops_ref[group]
     places = pallas().ds(corner[0], tile.rows), pallas().ds(corner[1], tile.columns)
     here = [
-        None if whole % part == 0 else _within(first, part, whole)
+        None if whole % part == 0 else within(first, part, whole)
         for first, part, whole in zip(corner, (tile.rows, tile.columns), size, strict=True)
     ]
 
     def step(count, total):
         first = start + count * tile.step
-        own, at = _within(first, tile.step, stop), pallas().ds(first, tile.step)
-        rows = _load(rows_ref, (at, places[0]), own, here[0])
-        return total + _dot(rows.T, _load(slopes_ref, (at, places[1]), own, here[1]))
+        own, at = within(first, tile.step, stop), pallas().ds(first, tile.step)
+        rows = load(rows_ref, (at, places[0]), own, here[0])
+        return total + _dot(rows.T, load(slopes_ref, (at, places[1]), own, here[1]))
 
     steps = lax.div(stop - start + tile.step - 1, tile.step)
     total = lax.fori_loop(0, steps, step, jnp.zeros((tile.rows, tile.columns), jnp.float32))

@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.group_order import combine, dispatch, sort_by_group
+from megajax.ops.grouped_fp8 import pallas_into_in_8_bits, pallas_product_in_8_bits, rounded
 from megajax.ops.grouped_kernels import pallas_add, pallas_gradient, pallas_into, pallas_product
 from megajax.ops.in_place import addend, of_part
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
@@ -59,6 +60,7 @@ class GroupedKernel(NamedTuple):
       into: (out [m, R, o], at int32, rows, kernels [n, G, i, o], sizes, place) -> out, with the product with kernels[place]
         as out[at]; in place if nothing else reads `out` later. None: likewise.
       interpreted: whether Pallas's interpreter runs them.
+      eight_bits: `product` and `into` of kernels that multiply in 8 bits. None: there are no such kernels.
     """
 
     product: Callable[..., jax.Array]
@@ -66,6 +68,12 @@ class GroupedKernel(NamedTuple):
     add: Callable[..., jax.Array] | None = None
     into: Callable[..., jax.Array] | None = None
     interpreted: bool = False
+    eight_bits: tuple[Callable[..., jax.Array], Callable[..., jax.Array]] | None = None
+
+    def in_8_bits(self) -> "GroupedKernel":
+        """These with products in 8 bits, or of numbers rounded to 8 bits, see `grouped_fp8.py`."""
+        product, into = self.eight_bits or (rounded(self.product), None)
+        return self._replace(product=product, into=into)
 
 
 def _xla_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array, transposed: bool = False) -> jax.Array:
@@ -82,8 +90,14 @@ def _xla_gradient(rows: jax.Array, slopes: jax.Array, sizes: jax.Array) -> jax.A
 
 XLA = GroupedKernel(_xla_product, _xla_gradient)
 KERNELS = pallas_product, pallas_gradient, pallas_add, pallas_into
+MULTIPLIES_8_BITS = 9  # the generation of GPUs on which Triton does, with these kernels
+EIGHT_BITS = pallas_product_in_8_bits, pallas_into_in_8_bits
 PALLAS = GroupedKernel(*KERNELS)  # Triton's, on NVIDIA GPUs
-INTERPRETED = GroupedKernel(*(partial(kernel, interpret=True) for kernel in KERNELS), True)  # on any device
+INTERPRETED = GroupedKernel(  # on any device
+    *(partial(kernel, interpret=True) for kernel in KERNELS),
+    True,
+    tuple(partial(kernel, interpret=True) for kernel in EIGHT_BITS),
+)
 
 
 def kernel_for(device: jax.Device) -> GroupedKernel:
@@ -94,6 +108,8 @@ def kernel_for(device: jax.Device) -> GroupedKernel:
     """
     if generation(device) is None:
         return XLA
+    if generation(device) == MULTIPLIES_8_BITS:
+        return PALLAS._replace(eight_bits=EIGHT_BITS)
     tokamax = has_product(device) and tokamax_installed()
     return PALLAS._replace(product=partial(_tokamax_product, device), into=None) if tokamax else PALLAS
 

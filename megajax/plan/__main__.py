@@ -208,7 +208,11 @@ def config_sections(run: RunConfig, name: str) -> dict[str, dict[str, Any]]:
         | ({"init_from": name} if directory else {})
         | ({} if run.train.optimizer == "adamw" else {"optimizer": run.train.optimizer})
         | ({} if run.train.ema_decay is None else {"ema_decay": run.train.ema_decay})
-        | {name: kind for name in ("matmul_dtype", "expert_dispatch_dtype") if (kind := getattr(run.train, name))}
+        | {
+            name: kind
+            for name in ("matmul_dtype", "expert_matmul_dtype", "expert_dispatch_dtype")
+            if (kind := getattr(run.train, name))
+        }
         | ({"freeze": run.train.freeze} if run.train.freeze else {}),
     }
 

@@ -247,7 +247,11 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         metavar="COUNT",
         help=f"degrees of context parallelism to choose from (default: all up to {MOST_CONTEXT} that the model allows)",
     )
-    add("--fp8", action="store_true", help="also consider blocks' matmuls in 8 bits, with experts what is sent to them")
+    add(
+        "--fp8",
+        action="store_true",
+        help="also consider blocks' matmuls in 8 bits; of a model with experts theirs, and what is sent to them",
+    )
     choose(
         "--expert",
         type=whole(),

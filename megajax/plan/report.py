@@ -160,6 +160,7 @@ def _row(number: int, one: Candidate, found: Answer) -> str:
         + (f"  expert {parallel.expert}" if parallel.expert > 1 else "")
         + (f", {parallel.expert_dispatch}" if parallel.expert > 1 and parallel.expert_dispatch != "gather" else "")
         + ", fp8" * (one.run.train.expert_dispatch_dtype == "fp8")
+        + "  experts fp8" * (one.run.train.expert_matmul_dtype == "fp8")
         + (f"  axes {value_text(parallel.axis_order)}" if parallel.axis_order != plain else "")
         + (f"  layers {parallel.pipeline_layout}" if parallel.pipeline_layout else "")
         + "".join(f"  {name} {texts[name]}" for name in one.question.also if name not in SHOWN)
@@ -234,6 +235,7 @@ def _layout(one: Candidate, found: Answer) -> dict[str, Any]:
         "parallel": {name: getattr(one.run.parallel, name) for name in (*LAYOUT, *one.question.also)},
         "microbatches": one.run.microbatches,
         "matmul_dtype": one.run.train.matmul_dtype or one.run.train.precision,
+        "expert_matmul_dtype": one.run.train.expert_matmul_dtype or one.run.train.precision,
         "expert_dispatch_dtype": one.run.train.expert_dispatch_dtype or one.run.train.precision,
         "step_seconds": one.time.total,
         "tokens_per_second": one.tokens_per_second,

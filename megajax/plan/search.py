@@ -60,7 +60,7 @@ class Question:
       vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor"; "auto": the better one
         for each layout.
       attention: auto, xla, cudnn or tokamax, as for a run.
-      fp8: whether to consider blocks' matmuls in 8 bits too; with experts, tokens that are sent to them in 8 bits.
+      fp8: whether to consider blocks' matmuls in 8 bits too; of a model with experts theirs, and what is sent to them.
       memory_margin: share of the usable memory that a layout must leave free to fit, since predictions have errors.
       optimizer, ema_decay: as of `TrainConfig`, for the memory and the time of the update.
       freeze: as `TrainConfig.freeze`.
@@ -270,10 +270,12 @@ def bases(question: Question) -> list[RunConfig]:
         return [run]
     if (gpu.compute_capability or (0, 0)) < EIGHT_BITS:
         raise ConfigError(f"fp8, but {gpu.name} has no tensor cores for it: omit --fp8.")
-    name = "expert_dispatch_dtype" if getattr(run.model, "experts", 0) else "matmul_dtype"
-    eight = dataclasses.replace(run, train=dataclasses.replace(run.train, **{name: "fp8"}))
-    eight.train.validate()
-    return [run, eight]
+    sent, multiplied = {"expert_dispatch_dtype": "fp8"}, {"expert_matmul_dtype": "fp8"}
+    choices = [sent, multiplied, sent | multiplied] if getattr(run.model, "experts", 0) else [{"matmul_dtype": "fp8"}]
+    eight = [dataclasses.replace(run, train=dataclasses.replace(run.train, **fields)) for fields in choices]
+    for one in eight:
+        one.train.validate()
+    return [run, *eight]
 
 
 def filters(question: Question) -> dict[str, Filter]:

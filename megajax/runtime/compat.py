@@ -279,12 +279,30 @@ def pallas() -> types.SimpleNamespace:
 
     return types.SimpleNamespace(
         BlockSpec=pallas.BlockSpec,
+        dot_in_8_bits=lambda *tiles: _dot_in_8_bits().bind(*tiles),
         ds=pallas.ds,
         load=triton.load,
         program_id=pallas.program_id,
         store=triton.store,
         when=pallas.when,
     )
+
+
+@functools.cache
+def _dot_in_8_bits() -> Primitive:
+    """start [m, n] + x [m, k] y [k, n], in fp32, of tiles of 8-bit floats, for Triton.
+
+    Triton converts them to 16 bits on H100s, whose tensor cores add 8-bit products with fewer bits than fp32 has, unless it
+    is told how many of these may be added; `jnp.dot` in a kernel of Pallas does not (jax 0.12).
+    """
+    from jax._src.lib.triton import dialect
+    from jax._src.pallas.triton import lowering
+
+    dot = Primitive("dot_in_8_bits")
+    dot.def_abstract_eval(lambda x, y, start: start)
+    lowering.register_lowering(dot)(lambda _, *tiles: dialect.dot(*tiles, max_num_imprecise_acc=2**30))
+    lower_by(dot, lambda x, y, start: start + jnp.dot(x.astype(jnp.float32), y.astype(jnp.float32)))
+    return dot
 
 
 def whole_block(shape: tuple[int, ...]) -> Any:

@@ -54,11 +54,11 @@ def make_run(mesh=(2, 2, 2), steps: int = 40, train=None, **kwargs) -> RunConfig
     return small.make_run(mesh, model=kwargs.pop("model", MODEL), train=settings, **kwargs)
 
 
-def assert_losses_fall_alike(option: str, value: str, mesh, **kwargs) -> None:
-    """Of 40 steps on one batch, with a value of an option of the training and without: within 2% of each other."""
+def assert_losses_fall_alike(option: str, value: str, mesh, more: dict | None = None, **kwargs) -> None:
+    """Of 40 steps on one batch, with a value of an option of the training and `more`, or without: 2% apart at most."""
     losses: dict[str | None, list[float]] = {}
     for given in (None, value):
-        run = make_run(mesh, train={option: given}, **kwargs)
+        run = make_run(mesh, train={option: given, **(given and more or {})}, **kwargs)
         training = small.training_of(run)
         state, batch, losses[given] = training.init_state(), small.make_batch(run), []
         for _ in range(40):

@@ -82,7 +82,7 @@ COMMON: dict[str, Entry] = {
     "--amp": ("--precision bf16", ""),
     "--mixed-precision": ("--precision", "bf16, fp16 or fp32"),
     "--fp32": ("--precision fp32", ""),
-    "--fp8": ("--matmul-dtype fp8", ""),
+    "--fp8": ("--matmul-dtype fp8", "of experts: --expert-matmul-dtype fp8"),
     "--half": ("--precision bf16", ""),
     "--flash-attention": ("--attention", "auto, the default, takes the fused kernel that the GPU has"),
     "--activation-checkpointing": ("--recompute full", ""),

@@ -166,7 +166,7 @@ MEGATRON: dict[str, Entry] = {
     "--bf16": ("--precision bf16", ""),
     "--fp16": ("--precision fp16", ""),
     "--fp8-format": ("--matmul-dtype fp8", "its hybrid: E4M3 forward, E5M2 for gradients"),
-    "--fp8-recipe": ("--matmul-dtype fp8", ""),
+    "--fp8-recipe": ("--matmul-dtype fp8", "of experts: --expert-matmul-dtype fp8, in blocks"),
     "--accumulate-allreduce-grads-in-fp32": ("", ALWAYS),
     "--attention-softmax-in-fp32": ("", ALWAYS),
     "--min-loss-scale": ("", "not supported: the loss scale of fp16 has no least value"),
