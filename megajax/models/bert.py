@@ -9,8 +9,8 @@ token, and with multiple_choice it chooses one of several samples (the same pape
 
 The blocks are those of `megajax.models.transformer` without a causal mask. With norms before attention and MLP (Megatron's
 order, 1909.08053 figure 7b) the head has a norm; with norms after the residual additions (the original order) the
-embedding has one. ModernBERT (2412.13663) has both, and no types.
-The table of tokens is padded as GPT's is, and the bias of the logits with it.
+embedding has one. ModernBERT (2412.13663) has both, and no types. The table of tokens is padded as GPT's is, and the bias
+of the logits with it.
 """
 
 import dataclasses
