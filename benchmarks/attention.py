@@ -36,7 +36,7 @@ from megajax.ops.attention_choice import cudnn_installed
 from megajax.ops.attention_kernels import INTERPRETED, XLA, cudnn_kernel, tokamax_kernel, with_window
 from megajax.plan.compiler import compile_for, compiler_versions
 from megajax.plan.measure import mean_seconds
-from megajax.runtime.compat import tokamax_installed
+from megajax.runtime.compat_kernels import tokamax_installed
 from megajax.schedules.arguments import number, plain_text, whole
 from megajax.schedules.errors import command
 

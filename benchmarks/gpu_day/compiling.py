@@ -23,7 +23,7 @@ from megajax.estimate.collective_order import check
 from megajax.estimate.program_account import account_of
 from megajax.ops.attention_choice import NO_TOKAMAX
 from megajax.plan.compiler import CompilerError, compile_for, target_config
-from megajax.runtime.compat import tokamax_installed
+from megajax.runtime.compat_kernels import tokamax_installed
 from megajax.runtime.mesh import make_mesh
 
 # What compiles the programs of a function that runs them.

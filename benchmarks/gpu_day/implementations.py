@@ -11,7 +11,7 @@ from megajax.ops.attention import Kernel
 from megajax.ops.attention_choice import cudnn_installed
 from megajax.ops.grouped_matmul import GroupedKernel
 from megajax.ops.tokamax_kernels import generation, grouped_product
-from megajax.runtime.compat import tokamax_compiles_for, tokamax_installed
+from megajax.runtime.compat_kernels import tokamax_compiles_for, tokamax_installed
 
 # By the values of --attention. On other devices than GPUs the kernels of Pallas run in its interpreter.
 ATTENTION: Mapping[str, Callable[[jax.Device], Kernel]] = {

@@ -6,13 +6,14 @@ all of it. The constants were read from programs compiled for H100s.
 """
 
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 
 from megajax.estimate.communication import BlockSends, block_sends
 from megajax.estimate.expert_dispatch import DispatchSeconds, by_all_to_all, expert_seconds, sent_bytes
 from megajax.estimate.kept import kept_by_experts
-from megajax.estimate.program_kernels import Kernels, Work
+from megajax.estimate.program_kernels import Kernels, Product, Work
 from megajax.ops.grouped_matmul import MULTIPLIES_8_BITS
 from megajax.ops.tokamax_kernels import FASTEST_PRODUCT
 
@@ -35,6 +36,8 @@ EXPERT_KERNELS, ROUTED_KERNELS = (25, 45), (15, 20)
 # Where tokens are sent in 8 bits: passes that have them so, over what is received, and those that make them, over a
 # replica's own tokens (read off the program of two of DeepSeek-V3's layers).
 PASSES_IN_8_BITS, ROUNDING_PASSES = (2, 4), (4.5, 4.5)
+# Operands of experts' products that XLA rounds: read for their largest, read and written.
+ROUNDED = 3
 
 
 class ExpertKernels(Kernels):
@@ -86,6 +89,17 @@ class ExpertKernels(Kernels):
     def rate_in_8_bits(self) -> int:
         """The rate of experts' products relative to that of 16 bits: 2 where they are in 8 bits, with the kernels for it."""
         return 2 if self.run.train.expert_matmul_dtype == "fp8" and self._generation == MULTIPLIES_8_BITS else 1
+
+    def multiplied(self, one: Product, of: str) -> float:
+        """Elements of a token's rows that a product of experts multiplies by weights; `of` as of `Blocks._matmuls`."""
+        size = one.inputs if of == "outputs" else one.outputs
+        return size * (self.model.experts.choice.chosen if size == self.model.hidden else 1)
+
+    def quantized(self, products: Iterable[tuple[Product, str]]) -> Work:
+        """What experts' products of these need before them: their operands in 8 bits, or rounded to 16."""
+        each, kernels = (self.item + 1, 2) if self.rate_in_8_bits > 1 else (ROUNDED * self.item, 4)
+        counts = [self.rows * self.multiplied(*one) + one[0].experts for one in products]
+        return self.traffic(each * sum(counts), kernels * len(counts))
 
     @property
     def _generation(self) -> int:

@@ -58,8 +58,6 @@ SHARDED_SUM = 12
 # fp8: bytes for each parameter of a block (the largest of each row, both layouts quantized, sums copied out and back),
 # passes over each matmul's input and output, and kernels of a matmul.
 FP8_WEIGHT, FP8_PASSES, FP8_KERNELS = 28, 7, 22
-# Experts' operands that no kernel of ours quantizes: read for their largest, read and written.
-ROUNDED = 3
 # Collective matmuls: passes over inputs and outputs, without the rank's own part; kernels for each other part, and of a pass
 # besides; of a ring's time what is exposed at least.
 PART_PASSES, PART_KERNELS, RING_MATMUL, RING_EXPOSED = 3, 2, 7, 0.15
@@ -110,7 +108,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
                 one.experts * 4 if of == "weights" else self.item * self.room * rows * (k if of == "inputs" else n)
             )
             if (faster := self.rate_in_8_bits if of != "weights" else 1) > 1:
-                moved -= (self.item - 1) * (self.room * rows * self._multiplied(one, of) + one.experts)
+                moved -= (self.item - 1) * (self.room * rows * self.multiplied(one, of) + one.experts)
             return self.rates.product(2 * rows * k * n, written, moved, faster)
         faster = 2 if self.fp8 else 1
         if of == "weights":
@@ -242,18 +240,6 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         )
         return len(self._products), self.rows * columns * self.item + 2 * self.residual
 
-    def _multiplied(self, one: Product, of: str) -> float:
-        """Elements of a token's rows that a product of experts multiplies by weights."""
-        size = one.inputs if of == "outputs" else one.outputs
-        return size * (self.model.experts.choice.chosen if size == self.model.hidden else 1)
-
-    def _quantized(self, *passes: str) -> Work:
-        """What experts' products of these need before them: their operands in 8 bits, or rounded to 16."""
-        products = [(one, of) for of in passes for one in self._products if one.experts]
-        each, kernels = (self.item + 1, 1) if self.rate_in_8_bits > 1 else (ROUNDED * self.item, 2)
-        count = sum(self.rows * self._multiplied(one, of) + one.experts for one, of in products)
-        return self.traffic(each * count, 2 * kernels * len(products))
-
     def _repeated(self, backward: int) -> Work:
         """The additional work of a forward (0) or backward (1) if weights are not in place, in fp8, and with rings."""
         work, weights, full = Work(), sum(one.weights for one in self._products), self.parallel.recompute == "full"
@@ -270,7 +256,8 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             sends = (2 * times - backward) * self._pairs * (self._parts - 1)
             work += self.traffic(PART_PASSES * times * values, RING_MATMUL + PART_KERNELS * sends)
         if self.run.train.expert_matmul_dtype == "fp8":
-            work += self._quantized("outputs") if not backward else self._quantized("inputs", *["outputs"] * full)
+            passes = ["inputs", *["outputs"] * full] if backward else ["outputs"]
+            work += self.quantized((one, of) for of in passes for one in self._products if one.experts)
         work += self.between_ranks(backward)
         if self._pairs and self.split > 1 and self.parallel.microbatch_size > 1:
             # the sequence is gathered and scattered as the outer axis, and matmuls take samples as the outer one

@@ -23,7 +23,7 @@ import jax
 
 from megajax.config import ConfigError
 from megajax.ops.tokamax_kernels import generation
-from megajax.runtime.compat import cudnn_version, tokamax_installed
+from megajax.runtime.compat_kernels import cudnn_version, tokamax_installed
 
 __all__ = [
     "AS_REQUESTED",

@@ -17,7 +17,7 @@ from megajax.ops.attention_choice import UNEQUAL_FROM, has_head_sizes
 from megajax.ops.flash_attention import HIDDEN_SCORE, flash_backward
 from megajax.ops.score_dropout import ScoreDropout
 from megajax.ops.tokamax_kernels import attention_backward, attention_forward, has_backward
-from megajax.runtime.compat import cudnn_attention_backward, cudnn_attention_forward, cudnn_version
+from megajax.runtime.compat_kernels import cudnn_attention_backward, cudnn_attention_forward, cudnn_version
 
 __all__ = ["CUDNN", "INTERPRETED", "XLA", "cudnn_kernel", "tokamax_kernel", "with_one_size", "with_window"]
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.runtime.compat import pallas, pallas_call
+from megajax.runtime.compat_kernels import pallas, pallas_call
 
 __all__ = ["HIDDEN_SCORE", "flash_backward"]
 

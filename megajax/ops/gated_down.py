@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.ops.in_place import of_part
 from megajax.ops.linear import GATHERED, RESIDUAL, Constrain, reduce_scattered
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
-from megajax.runtime.compat import pallas, pallas_call, whole_block
+from megajax.runtime.compat_kernels import pallas, pallas_call, whole_block
 
 __all__ = ["KEPT", "NAME", "gated_down", "gated_gradients"]
 

@@ -23,7 +23,7 @@ from jax import lax
 
 from megajax.ops.fp8_rows import TILE, powers_of_two
 from megajax.ops.grouped_kernels import Tiles, load, swizzled, tile_of, within
-from megajax.runtime.compat import pallas, pallas_call, whole_block
+from megajax.runtime.compat_kernels import pallas, pallas_call, whole_block
 
 __all__ = ["pallas_into_in_8_bits", "pallas_product_in_8_bits", "rounded"]
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.runtime.compat import pallas, pallas_call, whole_block
+from megajax.runtime.compat_kernels import pallas, pallas_call, whole_block
 
 __all__ = [
     "Tiles",

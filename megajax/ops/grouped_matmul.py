@@ -30,7 +30,7 @@ from megajax.ops.grouped_kernels import pallas_add, pallas_gradient, pallas_into
 from megajax.ops.in_place import addend, of_part
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 from megajax.ops.tokamax_kernels import generation, grouped_product, has_product
-from megajax.runtime.compat import tokamax_installed
+from megajax.runtime.compat_kernels import tokamax_installed
 
 __all__ = [
     "INTERPRETED",

@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 from megajax.ops.in_place import of_part
 from megajax.ops.norm import norm
 from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
-from megajax.runtime.compat import Primitive, lower_by, pallas, pallas_call, whole_block
+from megajax.runtime.compat import Primitive, lower_by
+from megajax.runtime.compat_kernels import pallas, pallas_call, whole_block
 
 __all__ = [
     "LARGEST",

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.ops.flash_attention import HIDDEN_SCORE
-from megajax.runtime.compat import tokamax, tokamax_compiles_for
+from megajax.runtime.compat_kernels import tokamax, tokamax_compiles_for
 
 __all__ = ["attention_backward", "attention_forward", "generation", "grouped_product", "has_backward", "has_product"]
 

@@ -172,7 +172,8 @@ def compile_in_child(file: str, imports: list[str]) -> None:
     """The child process: compiles the request in `file` and writes answer.json and hlo to the same folder."""
     import jax
 
-    from megajax.runtime.compat import compiled_text, pallas_compiles_for, topologies
+    from megajax.runtime.compat import compiled_text, topologies
+    from megajax.runtime.compat_kernels import pallas_compiles_for
     from megajax.runtime.mesh import make_mesh
 
     request = pathlib.Path(file)

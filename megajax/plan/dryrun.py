@@ -55,7 +55,7 @@ from megajax.plan.compiler import (
 from megajax.plan.report import LEGEND, memory_bar, shown_parameters
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
-from megajax.runtime.compat import tokamax_installed
+from megajax.runtime.compat_kernels import tokamax_installed
 from megajax.schedules.arguments import number, plain_text
 from megajax.schedules.errors import command
 from megajax.schedules.paths import local_path, tell_replaced

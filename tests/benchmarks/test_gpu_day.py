@@ -24,7 +24,7 @@ from megajax.config.cli import parse
 from megajax.ops.attention import Kernel
 from megajax.ops.attention_kernels import XLA
 from megajax.plan.compiler import MISSING_PLUGIN, has_compiler
-from megajax.runtime.compat import tokamax_installed
+from megajax.runtime.compat_kernels import tokamax_installed
 
 HEADER = {
     "device": {"platform": "cpu", "kind": "cpu", "count": 1},

@@ -18,12 +18,12 @@ from megajax.estimate.kernels import kernel_of
 from megajax.ops import tokamax_kernels
 from megajax.ops.flash_attention import HIDDEN_SCORE
 from megajax.plan.compiler import compile_for
-from megajax.runtime import compat
+from megajax.runtime import compat_kernels
 from tests import gpu
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not compat.tokamax_installed(), reason="tokamax is not installed; it needs Python 3.12"),
+    pytest.mark.skipif(not compat_kernels.tokamax_installed(), reason="tokamax is not installed; it needs Python 3.12"),
 ]
 LENGTH = 40
 attention_forward = jax.jit(tokamax_kernels.attention_forward, static_argnums=(0, 4))

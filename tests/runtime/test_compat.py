@@ -1,4 +1,7 @@
-"""Each entry of megajax/runtime/compat.py, against the installed jax. All passed on jax 0.10.2, 0.11.2 and 0.12.0.1."""
+"""Each entry of compat.py and compat_kernels.py in megajax/runtime, against the installed jax.
+
+All passed on jax 0.10.2, 0.11.2 and 0.12.0.1.
+"""
 
 import contextlib
 import importlib
@@ -17,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import backend
 from jax.sharding import PartitionSpec as P
 
-from megajax.runtime import compat
+from megajax.runtime import compat, compat_kernels
 
 
 @pytest.mark.parametrize("keep", [("product",), ()], ids=["some residuals", "none"])
@@ -77,10 +80,12 @@ def test_cudnn_attention_takes_these_arguments(mask):
     b, s, a, g, d = 2, 16, 4, 2, 64
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     query, key = of(b, s, a, d), of(b, s, g, d)
-    output, logsumexp = jax.eval_shape(lambda *arrays: compat.cudnn_attention_forward(*arrays, *mask), query, key, key)
+    output, logsumexp = jax.eval_shape(
+        lambda *arrays: compat_kernels.cudnn_attention_forward(*arrays, *mask), query, key, key
+    )
     assert (output.shape, logsumexp.shape, logsumexp.dtype) == ((b, s, a, d), (b, a, s), jnp.float32)
     arrays = (query, key, key, output, logsumexp, output)
-    gradients = jax.eval_shape(lambda *arrays: compat.cudnn_attention_backward(*arrays, *mask), *arrays)
+    gradients = jax.eval_shape(lambda *arrays: compat_kernels.cudnn_attention_backward(*arrays, *mask), *arrays)
     assert [x.shape for x in gradients] == [query.shape, key.shape, key.shape]
 
 
@@ -90,7 +95,7 @@ def test_a_pallas_kernel_runs_in_the_interpreter_inside_a_shard_map():
     Passed on jax 0.10.2 and 0.12.0.1. Compiled: tests/ops/test_attention.py.
     """
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    pallas = compat.pallas()
+    pallas = compat_kernels.pallas()
     spec = pallas.BlockSpec((16, 16), lambda i: (i, 0))
 
     def kernel(x_ref, absent, y_ref):
@@ -101,7 +106,7 @@ def test_a_pallas_kernel_runs_in_the_interpreter_inside_a_shard_map():
 
     def local(x):
         settings = {"name": "double", "warps": 4, "stages": 2, "interpret": True}
-        return compat.pallas_call(
+        return compat_kernels.pallas_call(
             kernel, [x, None], [spec, None], [(x.shape, x.dtype)], [spec], grid=(2,), settings=settings
         )[0]
 
@@ -115,21 +120,43 @@ def test_a_pallas_kernel_runs_in_the_interpreter_inside_a_shard_map():
     np.testing.assert_array_equal(jax.jit(run)(x), x * factors)
 
 
+def test_a_pallas_kernel_multiplies_tiles_in_8_bits():
+    """Interpreted; tests/ops/test_grouped_fp8.py compiles it for H100s."""
+    pallas = compat_kernels.pallas()
+
+    def kernel(x_ref, y_ref, out_ref):
+        out_ref[...] = pallas.dot_in_8_bits(x_ref[...], y_ref[...].T, jnp.ones((16, 32), jnp.float32))
+
+    draw = np.random.default_rng(0)
+    x, y = (jnp.asarray(draw.integers(-8, 9, (rows, 128)), jnp.float8_e4m3fn) for rows in (16, 32))
+    how = {"warps": 4, "stages": 1, "name": "test", "interpret": True}
+    specs = [compat_kernels.whole_block(shape) for shape in (x.shape, y.shape, (16, 32))]
+    (got,) = compat_kernels.pallas_call(
+        kernel, [x, y], specs[:2], [((16, 32), jnp.float32)], specs[2:], grid=(1,), settings=how
+    )
+    np.testing.assert_array_equal(got, 1 + np.float32(x) @ np.float32(y).T)
+
+
 def test_tokamax_is_traced_for_a_device_that_is_not_here():
     """Passed with tokamax 0.0.17 on jax 0.12.0.1. Its kernels, compiled: tests/ops/test_tokamax_kernels.py."""
-    with compat.tokamax_compiles_for(jax.devices()[0]):
+    with compat_kernels.tokamax_compiles_for(jax.devices()[0]):
         assert backend.get_default_device() == jax.devices()[0]  # as without it
-    if not compat.tokamax_installed():
+    if not compat_kernels.tokamax_installed():
         pytest.skip("tokamax is not installed: pip install 'megajax[dryrun]' on Python 3.12 or later")
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
     level = logging.getLogger("absl").level
-    with compat.tokamax_compiles_for(device):
+    with compat_kernels.tokamax_compiles_for(device):
         assert backend.get_default_device() is device
-        assert compat.tokamax().attention["mosaic_gpu"].supported_on(device)
+        assert compat_kernels.tokamax().attention["mosaic_gpu"].supported_on(device)
     assert backend.get_default_device() == jax.devices()[0] and logging.getLogger("absl").level == level
-    assert {"mosaic_gpu", "triton", "xla"} <= {*compat.tokamax().attention} and compat.tokamax().Mask(is_causal=True)
-    assert {"mosaic_gpu", "xla"} <= {*compat.tokamax().ragged_dot}
-    assert compat.tokamax().kernels != compat.tokamax().transposed_kernels and compat.tokamax().AttentionBackward()
+    assert {"mosaic_gpu", "triton", "xla"} <= {*compat_kernels.tokamax().attention} and compat_kernels.tokamax().Mask(
+        is_causal=True
+    )
+    assert {"mosaic_gpu", "xla"} <= {*compat_kernels.tokamax().ragged_dot}
+    assert (
+        compat_kernels.tokamax().kernels != compat_kernels.tokamax().transposed_kernels
+        and compat_kernels.tokamax().AttentionBackward()
+    )
 
 
 def library_missing():
@@ -149,7 +176,7 @@ def test_cudnn_version_is_that_of_the_library_or_none(versions, found, monkeypat
     if lib.cuda_versions is not None:  # the installed plugin has the function that is replaced here
         assert callable(lib.cuda_versions.cudnn_get_version)
     monkeypatch.setattr(lib, "cuda_versions", versions)
-    assert compat.cudnn_version() == found
+    assert compat_kernels.cudnn_version() == found
 
 
 def test_xla_metadata_is_in_the_compiled_program():
