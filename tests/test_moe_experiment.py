@@ -27,7 +27,7 @@ def test_a_short_run_logs_the_balance(tmp_path, capsys):
     [
         ("--experts-per-token 9", "experts_per_token = 9 is above experts = 8"),
         ("--experts 0", "balance_loss = 0.01 does nothing without experts: pass --balance-loss 0"),
-        ("--matmul-dtype fp8", "matmul_dtype = fp8 does not work with experts = 8"),
+        ("--matmul-dtype fp8", "matmul_dtype = fp8 is not of the matmuls of experts"),
     ],
 )
 def test_a_mistake_is_one_line(words, message, capsys):

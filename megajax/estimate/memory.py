@@ -239,7 +239,7 @@ def _block_workspace(run: RunConfig, item: int) -> int:
 
 
 def _expert_workspace(run: RunConfig, item: int) -> int:
-    """Bytes of a block with experts: its weights' gradients, of which the experts' are fp32 if not added in place, and rows.
+    """Bytes of a block with experts: weights' gradients, those of experts in fp32 if not added in place, and rows.
 
     Of the rows: copies of tokens and of gradients, and what is before and after the activation, or the gradients of these;
     both with rounds of dispatch, which keep nothing, and with full recomputation, which has tokens twice. In merged ticks
@@ -260,8 +260,12 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     tokens = rows_of(model, parallel)
     rows, hidden = tokens * model.experts.choice.chosen * room, (2 + full) * model.hidden
     gradients = 0 if program.experts_in_place else 4 * experts
+    # Weights in 8 bits, of each pass that may run beside another one.
+    quantized = (1 + full + program.merges_all) * experts if run.train.expert_matmul_dtype == "fp8" else 0
     split = parallel.tensor > 1 and parallel.sequence_parallel
     sent = model.experts.places(parallel.expert, parallel.expert_dispatch) if parallel.expert > 1 else 0.0
     sent *= 4 if none or parallel.expert_dispatch == "all_to_all" else 1
     arrays = (6 + sent) / parallel.sequence_shares + 5 * split
-    return item * common + gradients + int(item * (rows * (hidden + inner) + arrays * tokens * model.hidden))
+    return (
+        item * common + gradients + quantized + int(item * (rows * (hidden + inner) + arrays * tokens * model.hidden))
+    )
