@@ -11,7 +11,7 @@ are products in the run's precision, of what was not rounded.
 On H100s kernels of Pallas (Triton) quantize the operands and multiply them: `pallas_product_in_8_bits`. Triton multiplies
 8-bit floats there only if their contracted axis is the innermost one of both; so kernels are transposed where they are
 quantized, for the direction that needs it. On other devices `rounded` multiplies the rounded numbers as the device
-multiplies others: results differ by the order of sums alone.
+multiplies others: results differ by the order of sums, and by the bits that H100s' tensor cores cut off in sums of 128.
 """
 
 import functools
