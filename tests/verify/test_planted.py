@@ -143,8 +143,11 @@ def test_activation_sent_to_the_wrong_slot():
 
 @pytest.mark.slow
 def test_update_skipped_on_one_rank():
-    """ZeRO-1: the device of data rank 1 and pipe rank 0 keeps its part of the weights in step 2."""
-    replay = planted.replay_of(planted.make_run(**TWO_STAGES, zero=1))
+    """ZeRO-1: the device of data rank 1 and pipe rank 0 keeps its part of the weights in step 2.
+
+    Four replicas have parts of each of a stage's two layers; two would have a layer each.
+    """
+    replay = planted.replay_of(planted.make_run(**TWO_STAGES | {"data": 4}, zero=1))
     device = replay.training.mesh.devices[1, 0, 0]
 
     def change(results):
@@ -156,7 +159,7 @@ def test_update_skipped_on_one_rank():
     planted.after_step(replay, 2, change)
     difference, details = found(planted.compare(replay), 2, "update/blocks/up/0")
     assert "layer 0 is on pipe rank 0" in details
-    assert "1 of the 2 devices that hold it differ: data 1, pipe 0, tensor 0" in details
+    assert "1 of the 4 devices that hold it differ: data 1, pipe 0, tensor 0" in details
 
 
 @pytest.mark.slow
@@ -224,10 +227,16 @@ def test_optimizer_moment_not_restored():
 
 @pytest.mark.slow
 def test_learning_rate_of_one_step():
-    def wrap(rate):
-        return lambda train, samples: rate(train, samples) * jax.numpy.where(samples == 2 * planted.SAMPLES, 1.01, 1)
+    """In the update alone; the metric is right."""
 
-    with planted.patched(optimizer, "learning_rate", wrap):
+    def wrap(context):
+        def make(*given, rate_at, **more):
+            wrong = lambda samples: rate_at(samples) * jax.numpy.where(samples == 2 * planted.SAMPLES, 1.01, 1)  # noqa: E731
+            return context(*given, rate_at=wrong, **more)
+
+        return make
+
+    with planted.patched(optimizer, "OptimizerContext", wrap):
         verdict = planted.compare(planted.replay_of(planted.make_run(**TWO_STAGES)))
     difference, _ = found(verdict, 2, "update/blocks/down/0")
     assert difference.entry.distance == pytest.approx(0.01, rel=0.01)
