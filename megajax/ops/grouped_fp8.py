@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.ops.fp8_rows import TILE, powers_of_two
-from megajax.ops.grouped_kernels import Tiles, load, swizzled, tile_of, within
+from megajax.ops.grouped_kernels import Tiles, load, product_and_into, swizzled, tile_of, within
 from megajax.runtime.compat_kernels import pallas, pallas_call, whole_block
 
 __all__ = ["pallas_into_in_8_bits", "pallas_product_in_8_bits", "rounded"]
@@ -53,33 +53,6 @@ def _rounded(x: jax.Array, tile: tuple[int, int]) -> jax.Array:
     return numbers.reshape(whole.shape)[..., :rows, :columns].astype(x.dtype)
 
 
-def pallas_product_in_8_bits(
-    rows: jax.Array,
-    kernels: jax.Array,
-    sizes: jax.Array,
-    transposed: bool = False,
-    place=None,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Multiplies each row with its group's kernel, see `megajax.ops.grouped_matmul.GroupedKernel`."""
-    return _call_product(rows, kernels, sizes, transposed, place, [], interpret)
-
-
-def pallas_into_in_8_bits(
-    out: jax.Array,
-    at: jax.Array,
-    rows: jax.Array,
-    kernels: jax.Array,
-    sizes: jax.Array,
-    place: jax.Array,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Writes the product to out[at] in place, see `megajax.ops.grouped_matmul.GroupedKernel`."""
-    return _call_product(rows, kernels, sizes, False, place, [at[None], out[:, None]], interpret)[:, 0]
-
-
 def _call_product(rows, kernels, sizes, transposed: bool, place, more: list, interpret: bool) -> jax.Array:
     """The result of `_product_kernel`; in place of the last of the arrays `more`, if there are any."""
     count, columns = len(rows), kernels.shape[-2 if transposed else -1]
@@ -100,6 +73,9 @@ def _call_product(rows, kernels, sizes, transposed: bool, place, more: list, int
         updated=len(inputs) - 1 if more else None,
     )
     return out
+
+
+pallas_product_in_8_bits, pallas_into_in_8_bits = product_and_into(_call_product)
 
 
 def _product_kernel(tile: int, tiles: int, *refs):

@@ -11,6 +11,7 @@ it ends, so that no tile has rows of two groups. Tiles that are left over do not
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ __all__ = [
     "pallas_gradient",
     "pallas_into",
     "pallas_product",
+    "product_and_into",
     "swizzled",
     "tile_of",
     "within",
@@ -146,42 +148,32 @@ def swizzled(program, tiles: int, columns: int) -> tuple:
     return block * TOGETHER + lax.rem(within, height), lax.div(within, height)
 
 
-def pallas_product(
-    rows: jax.Array,
-    kernels: jax.Array,
-    sizes: jax.Array,
-    transposed: bool = False,
-    place=None,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Multiplies each row with its group's kernel, see `megajax.ops.grouped_matmul.GroupedKernel`."""
-    return _call_product(rows, kernels, sizes, transposed, [] if place is None else [place[None]], interpret)
+def product_and_into(call: Callable) -> tuple[Callable, Callable]:
+    """`product` and `into` of `megajax.ops.grouped_matmul.GroupedKernel`, which also take `interpret`, a bool.
+
+    Args:
+      call: (rows, kernels, sizes, transposed, place or None, more, interpret) -> the product; `more` is empty, or the place
+        of the result and the stack [m, R, 1, o] that it is written to, which is returned.
+    """
+
+    def product(rows, kernels, sizes, transposed=False, place=None, *, interpret=False):
+        return call(rows, kernels, sizes, transposed, place, [], interpret)
+
+    def into(out, at, rows, kernels, sizes, place, *, interpret=False):
+        return call(rows, kernels, sizes, False, place, [at[None], out[:, None]], interpret)[:, 0]
+
+    return product, into
 
 
-def pallas_into(
-    out: jax.Array,
-    at: jax.Array,
-    rows: jax.Array,
-    kernels: jax.Array,
-    sizes: jax.Array,
-    place: jax.Array,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Writes the product to out[at] in place, see `megajax.ops.grouped_matmul.GroupedKernel`."""
-    return _call_product(rows, kernels, sizes, False, [place[None], at[None], out[:, None]], interpret)[:, 0]
-
-
-def _call_product(rows, kernels, sizes, transposed: bool, more: list, interpret: bool) -> jax.Array:
-    """The result of `_product_kernel`; in place of the last of the arrays `more`, if these are three."""
+def _call_product(rows, kernels, sizes, transposed: bool, place, more: list, interpret: bool) -> jax.Array:
+    """The result of `_product_kernel`; in place of the last of the arrays `more`, if there are any."""
     count, contracted = rows.shape
     columns = kernels.shape[-2 if transposed else -1]
     tile = _Tile.of(rows.dtype, count, columns, contracted)
     tiles = Tiles.of(sizes, count, tile.rows)
     programs = len(tiles.group) * -(-columns // tile.columns)
-    inputs = [*tiles, rows, kernels, *more]
-    shape = more[-1].shape if len(more) > 1 else (count, columns)
+    inputs = [*tiles, rows, kernels, *([] if place is None else [place[None]]), *more]
+    shape = more[-1].shape if more else (count, columns)
     (out,) = pallas_call(
         functools.partial(_product_kernel, tile, transposed, len(tiles.group)),
         inputs,
@@ -190,9 +182,12 @@ def _call_product(rows, kernels, sizes, transposed: bool, more: list, interpret:
         [whole_block(shape)],
         grid=(programs,),
         settings=tile.settings | {"name": "grouped_matmul_product", "interpret": interpret},
-        updated=len(inputs) - 1 if len(more) > 1 else None,
+        updated=len(inputs) - 1 if more else None,
     )
     return out
+
+
+pallas_product, pallas_into = product_and_into(_call_product)
 
 
 def _gradient_kernel(tile: _Tile, size: tuple[int, int], starts_ref, stops_ref, rows_ref, slopes_ref, *refs):

@@ -149,14 +149,10 @@ def test_tokamax_is_traced_for_a_device_that_is_not_here():
         assert backend.get_default_device() is device
         assert compat_kernels.tokamax().attention["mosaic_gpu"].supported_on(device)
     assert backend.get_default_device() == jax.devices()[0] and logging.getLogger("absl").level == level
-    assert {"mosaic_gpu", "triton", "xla"} <= {*compat_kernels.tokamax().attention} and compat_kernels.tokamax().Mask(
-        is_causal=True
-    )
-    assert {"mosaic_gpu", "xla"} <= {*compat_kernels.tokamax().ragged_dot}
-    assert (
-        compat_kernels.tokamax().kernels != compat_kernels.tokamax().transposed_kernels
-        and compat_kernels.tokamax().AttentionBackward()
-    )
+    tokamax = compat_kernels.tokamax()
+    assert {"mosaic_gpu", "triton", "xla"} <= {*tokamax.attention} and tokamax.Mask(is_causal=True)
+    assert {"mosaic_gpu", "xla"} <= {*tokamax.ragged_dot}
+    assert tokamax.kernels != tokamax.transposed_kernels and tokamax.AttentionBackward()
 
 
 def library_missing():
