@@ -194,7 +194,7 @@ def _expert_group(run: RunConfig, rules: AxisRules, device: jax.Device) -> Exper
     dispatch = "gather" if parallel.expert_dispatch == "auto" else parallel.expert_dispatch
     shards = parallel.tensor if "tensor" in residual[1:2] else 1
     on_cpu = device.platform == "cpu"
-    return ExpertGroup(parallel.expert, residual, shards, dispatch, ragged=not on_cpu, fp8=fp8, serial=on_cpu)
+    return ExpertGroup(parallel.expert, residual, shards, dispatch, ragged=not on_cpu, fp8=fp8)
 
 
 def _operations(run: RunConfig, rules: AxisRules, attention: Choice, device: jax.Device) -> Operations:

@@ -221,11 +221,10 @@ class Experts(nnx.Module):
             rounds = Rounds.of(group, Choice.of(self.config), experts[..., 0].size)
             weights, experts = map(group.gather_choices, (weights, rounds.numbered(experts)))
             first = rounds.exchange(experts, 0), biases, kernels, rounds.room, rounds.rows
-            out, sent = self._mixture(y, weights, *first)
-            mixture, given = lambda *given: self._mixture(*given)[0], (weights, biases, kernels, experts)
-            return add_rounds(self._with_shared(out, y), y, *given, mixture, rounds, after=(sent, tokens))
+            out = self._with_shared(self._mixture(y, weights, *first), y)
+            return add_rounds(out, y, weights, biases, kernels, experts, self._mixture, rounds)
         weights, experts = map(group.gather_choices, (weights, experts))
-        return self._with_shared(self._mixture(y, weights, experts, biases, kernels)[0], y)
+        return self._with_shared(self._mixture(y, weights, experts, biases, kernels), y)
 
     def _with_shared(self, out: jax.Array, y: jax.Array) -> jax.Array:
         """`out`, with what all tokens y pass, if there is such an MLP."""
@@ -237,7 +236,7 @@ class Experts(nnx.Module):
         return out + shared
 
     def _mixture(self, y, weights, experts, biases, kernels, room: int | None = None, rows: int | None = None):
-        """What the experts compute of the tokens y [b, split s, h], weighted and summed, as y; and the tokens that are here.
+        """What the experts compute of the tokens y [b, split s, h], weighted and summed, as y.
 
         Args:
           weights, experts: [N b, s, k], the group's; a dropped choice has expert E.
@@ -279,7 +278,7 @@ class Experts(nnx.Module):
             shares = (jax.nn.one_hot(local, count) * weights[..., None]).sum(-2)  # 0 for experts that are elsewhere
             added = (shares @ biases[1].astype(jnp.float32)).reshape(tokens.shape)
             out = out + self.constrain(added.astype(out.dtype), *RESIDUAL)
-        return exchange.collect(out), tokens
+        return exchange.collect(out)
 
 
 @jax.custom_vjp

@@ -46,7 +46,6 @@ class ExpertGroup:
       ragged: whether the devices can send arrays whose sizes are known at run time only (`lax.ragged_all_to_all`).
       fp8: whether tokens and gradients of results are sent in 8 bits. They are rounded likewise where nothing is sent, so
         that results do not depend on N.
-      serial: whether no collective may run beside a loop with others, as on CPU devices (`pipeline/loops.py`).
     """
 
     size: int = 1
@@ -55,7 +54,6 @@ class ExpertGroup:
     dispatch: str = "gather"
     ragged: bool = False
     fp8: bool = False
-    serial: bool = False
 
     def gather(self, x: jax.Array) -> jax.Array:
         """All replicas' x of [b, s, h], sharded as `residual`: [N b, s, h]. The gradient is `sum_scatter`'s."""

@@ -31,7 +31,6 @@ from megajax.ops.expert_choice import Choice
 from megajax.ops.expert_group import ExpertGroup, per_shard
 from megajax.ops.grouped_matmul import Part
 from megajax.ops.in_place import addend, of_part, whole
-from megajax.ops.order import wait_for_all
 from megajax.runtime.compat import vary_over, varying_axes
 
 __all__ = ["FIRST", "LATER", "ROUNDS", "Rounds", "add_rounds", "places_of_balanced", "rows_of_balanced"]
@@ -143,7 +142,6 @@ def add_rounds(
     numbered: jax.Array,
     mixture: Mixture,
     rounds: Rounds,
-    after: Tree = (),
 ) -> jax.Array:
     """`out` with the results of the rounds after the first exchange.
 
@@ -156,12 +154,10 @@ def add_rounds(
       numbered: int32 [N b, s, k], gathered from `Rounds.numbered`.
       mixture: see `Mixture`; kernels may be `Part`s.
       rounds: their sizes.
-      after: what a backward computes again with collectives; with `ExpertGroup.serial` the rounds come after it.
     """
     if rounds.suffices:
         return out
-    loops = _Loops(mixture, rounds)
-    return _added(out, y, weights, small, kernels, numbered, loops.in_order(after, rounds.last(numbered)), loops)
+    return _added(out, y, weights, small, kernels, numbered, rounds.last(numbered), _Loops(mixture, rounds))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +166,6 @@ class _Loops:
 
     mixture: Mixture
     rounds: Rounds
-
-    def in_order(self, before: Tree, value: Tree) -> Tree:
-        """`value`; with `ExpertGroup.serial` what is computed from it comes after `before`."""
-        return wait_for_all(before, value) if self.rounds.group.serial else value
 
     def one(self, number, y, weights, small, numbered, kernels) -> jax.Array:
         """What a round adds."""
@@ -239,12 +231,9 @@ def _added(out, y, weights, small, kernels, numbered, last, loops: _Loops) -> ja
 
 def _backward(loops: _Loops, saved: tuple, gradient: jax.Array) -> tuple:
     *inputs, kernels, numbered, last = saved
-    given = *inputs, numbered, gradient
-    found = loops.read(loops.of_inputs, kernels, (*given, last))
-    up = loops.gradient(0, kernels, (*given, loops.in_order(found, last)))
-    down = loops.gradient(1, kernels, (*given, loops.in_order(up, last)))
-    of_inputs = jax.tree.unflatten(jax.tree.structure(tuple(inputs)), found)
-    return loops.in_order(down, gradient), *of_inputs, (up, down), None, None
+    given = *inputs, numbered, gradient, last
+    of_inputs = jax.tree.unflatten(jax.tree.structure(tuple(inputs)), loops.read(loops.of_inputs, kernels, given))
+    return gradient, *of_inputs, tuple(loops.gradient(index, kernels, given) for index in range(2)), None, None
 
 
 _added.defvjp(lambda out, *given: (_added(out, *given), given[:-1]), _backward)

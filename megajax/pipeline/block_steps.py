@@ -47,7 +47,7 @@ class BlockSteps:
       cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
         runs, and its gradient is reduce-scattered at once. None: no weight is.
       in_place, unrolled: as for `stage.Stack`.
-      timed: see `ExecutorOptions`.
+      timed, serial: see `ExecutorOptions`, and `serial_collectives` there.
       trained: mask of the weights that have gradients (`trained.py`). None: all.
       per_chunk: slots for blocks in a chunk.
     """
@@ -62,11 +62,12 @@ class BlockSteps:
         in_place: bool,
         unrolled: bool,
         timed: bool = True,
+        serial: bool = False,
         trained: Tree | None = None,
     ):
         """Arguments: see above."""
         self.block, self.weights, self.blocks, self.per_chunk = block, weights, blocks, blocks.slots
-        self.in_place, self.unrolled, self.timed, self.trained = in_place, unrolled, timed, trained
+        self.in_place, self.unrolled, self.timed, self.serial, self.trained = in_place, unrolled, timed, serial, trained
         self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
         self.trained_cut = only_trained(self.cut, trained)
 
@@ -111,7 +112,9 @@ class BlockSteps:
         def keep(x, microbatch, layer):
             vjp, weights = self._vjp(0, layer, x, microbatch)[1], self._weights(0)[0]
             residuals = vjp_residuals(vjp)
-            return self._split(VJPTemplate(vjp, ()), residuals, weights, x).input(residuals, weights, x, x)[2]
+            return self._split(VJPTemplate(vjp, (), self.serial), residuals, weights, x).input(
+                residuals, weights, x, x
+            )[2]
 
         shapes = jax.eval_shape(keep, x, microbatch, vary(jnp.zeros((), jnp.int32)))
         return empty_stash(slots, self.per_chunk, shapes)
@@ -317,7 +320,8 @@ class BlockSteps:
         return lax.dynamic_update_slice(total, sum_[None], (place, *[0] * new.ndim))
 
     def _template(self, x, microbatch) -> VJPTemplate:
-        return VJPTemplate.of(lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1:], x, microbatch)
+        vjp_of = lambda x, microbatch, layer: self._vjp(0, layer, x, microbatch)[1:]  # noqa: E731
+        return VJPTemplate.of(vjp_of, x, microbatch, self.serial)
 
 
 def _cuts(tree: Tree) -> list[ZeroSharding]:

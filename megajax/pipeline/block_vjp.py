@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.pipeline.layout import vary
+from megajax.pipeline.loop_order import with_loops_in_order
 from megajax.runtime.compat import rebuild_vjp, vjp_residuals
 
 __all__ = ["VJPTemplate", "saved_residuals"]
@@ -40,13 +41,15 @@ class VJPTemplate(NamedTuple):
     Attributes:
       vjp: as `jax.vjp` returned it.
       sources: for each residual, which array of `given` it is; None: the forward saves it.
+      serial: whether loops and collectives run one after the other (`ExecutorOptions.serial_collectives`).
     """
 
     vjp: Any
     sources: tuple[int | None, ...]
+    serial: bool
 
     @classmethod
-    def of(cls, vjp_of: Callable, x: Tree, microbatch: Tree) -> "VJPTemplate":
+    def of(cls, vjp_of: Callable, x: Tree, microbatch: Tree, serial: bool) -> "VJPTemplate":
         """That of `vjp_of(x, microbatch, layer) -> (vjp, given)`; only the types of the arguments are read.
 
         `given` has the arrays that both forward and backward have: the microbatch's, and the weights that are not trained.
@@ -60,7 +63,7 @@ class VJPTemplate(NamedTuple):
             return vjp
 
         vjp = jax.eval_shape(trace, x, microbatch, vary(jnp.zeros((), jnp.int32)))
-        return cls(vjp, tuple(sources))
+        return cls(vjp, tuple(sources), serial)
 
     @property
     def saved(self) -> list:
@@ -76,4 +79,5 @@ class VJPTemplate(NamedTuple):
 
     def backward(self, residuals: Tree, weights: Tree, x: Tree, dy: Tree) -> tuple[Tree, Tree]:
         """The gradients of the weights that are trained, which `weights` are, and of x."""
-        return rebuild_vjp(self.vjp, residuals, (weights, x))(dy)
+        backward = lambda residuals, weights, x, dy: rebuild_vjp(self.vjp, residuals, (weights, x))(dy)  # noqa: E731
+        return (with_loops_in_order(backward) if self.serial else backward)(residuals, weights, x, dy)

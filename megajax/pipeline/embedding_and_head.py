@@ -15,6 +15,7 @@ from jax import lax
 from megajax.ops.order import choose
 from megajax.pipeline.jaxprs import Addend, fp32_gradients
 from megajax.pipeline.layout import vary
+from megajax.pipeline.loop_order import with_loops_in_order
 from megajax.pipeline.loops import prevent_hoisting, run_one_of, which
 from megajax.pipeline.options import ExecutorOptions
 from megajax.pipeline.slots import TickRow
@@ -46,8 +47,8 @@ class EmbeddingAndHead:
       microbatch: index -> that microbatch, leaves [samples, ...].
       cotangents: fp32 [microbatches], the factors of each microbatch's loss in the gradients; None without backwards.
       collect: see `executor.forward_function`; None with backwards.
-      constrain, has_aux, in_place: see `ExecutorOptions`; with `in_place` the head's matmul and the embedding's scatter
-        add the gradients of their weights where these are.
+      constrain, has_aux, in_place, serial: see `ExecutorOptions`, and `serial_collectives` there; with `in_place` the head's
+        matmul and the embedding's scatter add the gradients of their weights where these are.
       trained: mask of the weights in `shared` that have gradients; None: all.
     """
 
@@ -62,7 +63,7 @@ class EmbeddingAndHead:
     ):
         self.functions, self.shared, self.microbatch = functions, shared, microbatch
         self.cotangents, self.collect, self.constrain = cotangents, collect, options.constrain
-        self.has_aux, self.in_place = options.has_aux, options.in_place
+        self.has_aux, self.in_place, self.serial = options.has_aux, options.in_place, options.serial_collectives
         self.trained = options.trained and options.trained["shared"]
 
     def of_tick(
@@ -113,6 +114,8 @@ class EmbeddingAndHead:
             shared, dy = vjp(cotangent.astype(loss.dtype))
             return shared, (dy, loss, *aux)
 
+        if self.serial:  # multi-token prediction has blocks of its own
+            backward = with_loops_in_order(backward, 2)
         arguments = *split(self.shared, self.trained), y, microbatch, cotangent
         shared, (dy, loss, *aux) = fp32_gradients(backward, *arguments) if self.in_place else backward(*arguments)
         losses = losses.at[index].add(jnp.where(last, loss, 0))

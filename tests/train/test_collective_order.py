@@ -16,6 +16,8 @@ EXPERTS = dataclasses.replace(
     small.MODEL, experts=4, experts_per_token=2, activation="swiglu", biases=False, norm="rmsnorm", positions="rotary"
 )
 
+FURTHER_TOKENS = dataclasses.replace(EXPERTS, mtp_num_layers=1, balance_loss=0.01, shared_feedforward=16)
+
 
 def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
@@ -55,6 +57,8 @@ def slow(*case):
         ((2, 1, 2), "1f1b", {"expert": 2, "expert_dispatch": "all_to_all", "model": EXPERTS}),
         ((2, 2, 2), "zb_h1", {"expert": 2, "expert_dispatch": "gather", "zero": 3, "model": EXPERTS}),
         ((2, 2, 2), "1f1b", {"expert": 2, "expert_dispatch": "bucketed", "model": EXPERTS}),
+        ((2, 2, 2), "zb_h1", {"expert": 2, "expert_dispatch": "bucketed", "zero": 3, "model": EXPERTS}),
+        ((2, 2, 2), "dualpipe_v", {"chunks": 2, "expert": 2, "expert_dispatch": "bucketed", "model": FURTHER_TOKENS}),
     ],
 )
 def test_of_a_step(mesh, schedule, options):

@@ -1,0 +1,85 @@
+"""Orders the loops of a backward among its other equations, where no collective may run beside a loop with collectives.
+
+A loop of a computed number of iterations, such as that over the rounds of an exchange (`ops/expert_rounds.py`), needs what
+the backward has computed before it, and gives what the rest needs, but for what `jax.checkpoint` recomputes: that needs
+nothing of the loop, nor the loop of it. XLA may put it anywhere, so that its collectives run beside the loop's.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.ops.order import wait_for_all
+from megajax.pipeline.jaxprs import bind, inlined_jaxpr, read
+from megajax.runtime.compat import Literal
+
+__all__ = ["with_loops_in_order"]
+
+
+def with_loops_in_order(function: Callable, given: int = 0) -> Callable:
+    """`function`, of pytrees of arrays, with every `while` loop after the equations before it, and before those after it.
+
+    The loop's scalars, one of which is its number of iterations, wait for the arguments and for all that is computed before
+    and needed after the loop; then these wait for the loop's results (`ops.order`).
+
+    Args:
+      function: see above.
+      given: for how many arguments, the first ones, no loop waits: those that no collective computes in this tick.
+    """
+
+    def run(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        flat = lambda *leaves: jax.tree.leaves(function(*structure.unflatten(leaves)))  # noqa: E731
+        if not _has_loop(jax.make_jaxpr(flat)(*leaves).jaxpr):
+            return function(*arguments)
+        found = _in_order(inlined_jaxpr(flat, *leaves), leaves, len(jax.tree.leaves(arguments[:given])))
+        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(function, *arguments)), found)
+
+    return run
+
+
+def _in_order(closed, arguments: list[jax.Array], given: int) -> list[jax.Array]:
+    """Evaluates a closed jaxpr in which all calls are inlined."""
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    there = {*jaxpr.constvars, *jaxpr.invars[:given]}
+    last = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in _variables(eqn.invars)}
+    last |= dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
+    for index, eqn in enumerate(jaxpr.eqns):
+        if not _is_loop(eqn):
+            bind(eqn, values)
+            continue
+        live = {var: value for var, value in values.items() if last.get(var, 0) > index and _can_wait(value)}
+        scalars = {var: values[var] for var in _variables(eqn.invars) if not var.aval.shape and _can_wait(values[var])}
+        before = [value for var, value in live.items() if var not in there]
+        bind(eqn, found := values | _waiting(before, scalars))
+        results = {var: found[var] for var in eqn.outvars}
+        values |= results | _waiting(filter(_can_wait, results.values()), live)
+    return [read(values, var) for var in jaxpr.outvars]
+
+
+def _waiting(received: Iterable[jax.Array], values: dict) -> dict:
+    """The values of variables, computed after `received`."""
+    return dict(zip(values, wait_for_all([*received], [*values.values()]), strict=True))
+
+
+def _has_loop(jaxpr) -> bool:
+    return any(map(_is_loop, jaxpr.eqns))
+
+
+def _is_loop(eqn) -> bool:
+    """Whether an equation is a `while` loop, or has one in a jaxpr of its parameters."""
+    values = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple) else (value,))]
+    jaxprs = [getattr(value, "jaxpr", value) for value in values]
+    return eqn.primitive.name == "while" or any(_has_loop(jaxpr) for jaxpr in jaxprs if hasattr(jaxpr, "eqns"))
+
+
+def _can_wait(value: jax.Array) -> bool:
+    """Not a random key, nor the gradient of integers."""
+    return not jnp.issubdtype(value.dtype, jax.dtypes.extended) and value.dtype != jax.dtypes.float0
+
+
+def _variables(operands: list) -> list:
+    return [var for var in operands if not isinstance(var, Literal)]
