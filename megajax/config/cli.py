@@ -118,8 +118,9 @@ class Request:
     @property
     def fewest_replicas(self) -> int:
         """The number of which `data` must be a multiple, so that `expert` divides data * context."""
-        context, expert = (max(1, self.given.get(name, 1)) for name in ("context", "expert"))
-        return expert // math.gcd(expert, context)
+        context, expert, tensor = (max(1, self.given.get(name, 1)) for name in ("context", "expert", "tensor"))
+        group = -(-expert // tensor) if self.given.get("expert_tensor") == 1 else expert
+        return group // math.gcd(group, context)
 
     @property
     def devices_needed(self) -> int | None:

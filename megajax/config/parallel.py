@@ -40,6 +40,12 @@ class ParallelConfig:
         "replicas that split a layer's experts among them: a group of neighbours on the mesh's data axis; divides data * "
         "context",
     )
+    expert_tensor: int | None = setting(
+        None,
+        "devices that each expert's matrices are split over, as Megatron-Core's expert-tensor-parallel-size: those of "
+        "tensor, or 1, with which the experts are split over the tensor ranks of the group too, and expert counts them all",
+        shown_default="tensor",
+    )
     expert_dispatch: str = setting(
         "auto",
         "how tokens get to the replicas that have their experts: an all-gather of all tokens, or an all-to-all of those "
@@ -136,6 +142,21 @@ class ParallelConfig:
         return self.tensor if self.sequence_parallel else 1
 
     @property
+    def experts_over_tensor(self) -> bool:
+        """Whether each tensor rank has whole experts of its own (MoE parallel folding, 2504.14960 section 3)."""
+        return self.expert_tensor == 1 and self.tensor > 1
+
+    @property
+    def expert_shares(self) -> int:
+        """Devices that each expert's matrices are split over."""
+        return 1 if self.experts_over_tensor else self.tensor
+
+    @property
+    def expert_replicas(self) -> int:
+        """Replicas that split a layer's experts."""
+        return self.expert // self.tensor if self.experts_over_tensor else self.expert
+
+    @property
     def replicas(self) -> int:
         """Devices that hold the same parameters outside experts, and have other tokens."""
         return self.data * self.context
@@ -153,9 +174,8 @@ class ParallelConfig:
     @property
     def replica_sizes(self) -> dict[str, int]:
         """The sizes of the mesh axes over which the devices have other tokens, in the mesh's order."""
-        if self.expert == 1:
-            return {"data": self.replicas}
-        return {"data": self.replicas // self.expert, "expert": self.expert}
+        group = self.expert_replicas
+        return {"data": self.replicas} if group == 1 else {"data": self.replicas // group, "expert": group}
 
     @property
     def rings(self) -> tuple[str, ...]:
@@ -209,12 +229,26 @@ class ParallelConfig:
             )
         check_schedule(self)
         check_pipeline_layout(self)
-        if (replicas := self.replicas) % self.expert:
-            given = f"data * context = {self.data} * {self.context}" if self.context > 1 else "data"
-            data = multiples(self.expert // math.gcd(self.expert, self.context), self.data)
+        over = self.tensor if self.experts_over_tensor else 1
+        if self.expert_tensor not in (None, 1, self.tensor) or self.expert % over:
             raise ConfigError(
-                f"expert = {self.expert} does not divide {given} = {replicas}, whose replicas split the experts: pass "
-                f"{either(one_of('expert', divisors(replicas), self.expert), one_of('data', data, self.data))}."
+                f"expert_tensor = {self.expert_tensor} must be tensor = {self.tensor}, or 1 with an expert (now {self.expert}) "
+                f"that the tensor ranks split: pass {one_of('expert', multiples(self.tensor, self.expert), self.expert)} and "
+                "--expert-tensor 1, or leave --expert-tensor out."
+            )
+        if self.experts_over_tensor and not self.sequence_parallel:
+            raise ConfigError(
+                "expert_tensor = 1 exchanges the tokens of each tensor rank's part of the sequence, and sequence_parallel = "
+                "False does not split it: pass --sequence-parallel, or leave --expert-tensor out."
+            )
+        if (replicas := self.replicas) % (group := self.expert_replicas):
+            given = f"data * context = {self.data} * {self.context}" if self.context > 1 else "data"
+            given = f"tensor * {given} = {self.tensor} * {replicas}" if over > 1 else f"{given} = {replicas}"
+            legal = [over * count for count in divisors(replicas)]
+            data = multiples(group // math.gcd(group, self.context), self.data)
+            raise ConfigError(
+                f"expert = {self.expert} does not divide {given}, whose replicas split the experts: pass "
+                f"{either(one_of('expert', legal, self.expert), one_of('data', data, self.data))}."
             )
         if self.chunks > 1 and self.pipe == 1:
             raise ConfigError(

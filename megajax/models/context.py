@@ -34,7 +34,8 @@ def model_rules(run: RunConfig, model: type[PipelineModel] | None = None) -> Axi
     return default_rules(
         sequence_parallel=run.parallel.sequence_parallel,
         vocabulary_over_pipe=model.vocabulary_over_pipe and run.parallel.vocabulary_over_pipe,
-        expert_parallel=run.parallel.expert > 1,
+        expert_parallel=run.parallel.expert_replicas > 1,
+        experts_over_tensor=run.parallel.experts_over_tensor,
     )
 
 
@@ -153,6 +154,7 @@ def model_context(
             "norms": ("norm", lambda x, scale, epsilon: norm_in_one_pass(x, scale, epsilon, rules.sequence_parallel)),
         }
         operations = operations._replace(**dict(kernels[name] for name in kernels.keys() & in_one_pass))
+    split = "tensor" in rules.mesh_axes("expert_feedforward")
     kernel = kernel_for(device)
     kernel = kernel.in_8_bits() if run.train.expert_matmul_dtype == "fp8" else kernel
     return ModelContext(
@@ -162,7 +164,7 @@ def model_context(
         dtype=dtype,
         recompute=run.parallel.recompute if run.parallel.recompute_blocks == 1 else "none",  # groups: remat.grouped
         experts=_expert_group(run, rules, device),
-        grouped_matmuls=GroupedMatmuls(kernel, True, "tensor" in rules.mesh_axes("feedforward"), once),
+        grouped_matmuls=GroupedMatmuls(kernel, True, split, once, rules.experts_over_tensor),
         sum_over_sequence=partial(sequence_sum, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         gather_sequence=partial(gather_sequence, axis_name=_replica_axis(run.parallel), ranks=run.parallel.context),
         dropout_seed=run.train.seed,
@@ -185,16 +187,17 @@ def _expert_group(run: RunConfig, rules: AxisRules, device: jax.Device) -> Exper
     parallel, fp8 = run.parallel, run.train.expert_dispatch_dtype == "fp8"
     if parallel.expert == 1:
         return ExpertGroup(fp8=fp8)
-    if not rules.expert_parallel:
+    if (rules.expert_parallel, rules.experts_over_tensor) != (parallel.expert_replicas > 1, parallel.experts_over_tensor):
         raise ConfigError(
-            f"expert = {parallel.expert}, but the rules do not shard experts and batch over the mesh axis expert: start "
-            "from default_rules(expert_parallel=True), or pass --expert 1."
+            f"expert = {parallel.expert}, but the rules do not shard experts and batch over the mesh axes of expert and "
+            "expert_tensor: start from model_rules(run), or pass --expert 1."
         )
     residual = only(rules.spec(RESIDUAL), ("tensor",))
     dispatch = "gather" if parallel.expert_dispatch == "auto" else parallel.expert_dispatch
     shards = parallel.tensor if "tensor" in residual[1:2] else 1
     on_cpu = device.platform == "cpu"
-    return ExpertGroup(parallel.expert, residual, shards, dispatch, ragged=not on_cpu, fp8=fp8)
+    axes = rules.mesh_axes("experts")
+    return ExpertGroup(parallel.expert, residual, shards, dispatch, ragged=not on_cpu, fp8=fp8, axes=axes)
 
 
 def _operations(run: RunConfig, rules: AxisRules, attention: Choice, device: jax.Device) -> Operations:

@@ -23,7 +23,8 @@ DEFAULT_TABLE: Mapping[str, MeshAxes] = {
     "groups": "tensor",  # a group of heads and its key and value head: attention needs no data of another group
     "heads": "tensor",  # the same split, seen by the output projection
     "feedforward": "tensor",  # the activation is elementwise
-    "experts": None,  # every replica has all experts; with expert parallelism "expert"
+    "experts": None,  # every replica has all experts; with expert parallelism "expert", or ("expert", "tensor")
+    "expert_feedforward": "tensor",  # of each expert; None where "experts" has tensor
     "vocabulary": "tensor",  # the largest matrix; the loss needs sums over it, not the logits themselves
     "positions": None,  # small, and read by all
     # Activations.
@@ -31,8 +32,8 @@ DEFAULT_TABLE: Mapping[str, MeshAxes] = {
     "sequence": "tensor",  # where nothing mixes tokens: norm, dropout, addition (2205.05198 section 4.2)
     "whole_sequence": None,  # inside the matmul pairs, where heads or feedforward are split over tensor
 }
+BATCH = "data", "expert"  # with expert parallelism
 
-EXPERT_PARALLEL: Mapping[str, MeshAxes] = {"experts": "expert", "batch": ("data", "expert")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,12 @@ class AxisRules:
     @property
     def expert_parallel(self) -> bool:
         """Whether replicas split the experts of a layer, on a mesh that has an axis `expert`."""
-        return all(self.mesh_axis(name) == axes for name, axes in EXPERT_PARALLEL.items())
+        return "expert" in self.mesh_axes("experts") and self.mesh_axis("batch") == BATCH
+
+    @property
+    def experts_over_tensor(self) -> bool:
+        """Whether each tensor rank has whole experts of its own (2504.14960 section 3)."""
+        return "tensor" in self.mesh_axes("experts")
 
     def shares(self, name: str, mesh_sizes: Mapping[str, int]) -> int:
         """Devices that a logical axis is split over, on a mesh with these sizes by mesh axis."""
@@ -108,13 +114,20 @@ class AxisRules:
 
 
 def default_rules(
-    *, sequence_parallel: bool = True, vocabulary_over_pipe: bool = False, expert_parallel: bool = False
+    *,
+    sequence_parallel: bool = True,
+    vocabulary_over_pipe: bool = False,
+    expert_parallel: bool = False,
+    experts_over_tensor: bool = False,
 ) -> AxisRules:
-    """The rules of `--sequence-parallel`, `--vocab-parallel` and `--expert`; see the properties of `AxisRules`."""
+    """The rules of `--sequence-parallel`, `--vocab-parallel`, `--expert` and `--expert-tensor`; see `AxisRules`."""
+    experts = (*(["expert"] if expert_parallel else []), *(["tensor"] if experts_over_tensor else []))
     return AxisRules(
         {
             **DEFAULT_TABLE,
-            **(EXPERT_PARALLEL if expert_parallel else {}),
+            "experts": experts if len(experts) > 1 else experts[0] if experts else None,
+            "expert_feedforward": None if experts_over_tensor else "tensor",
+            "batch": BATCH if expert_parallel else "data",
             "vocabulary": ("pipe", "tensor") if vocabulary_over_pipe else "tensor",
             "sequence": "tensor" if sequence_parallel else None,
         }
