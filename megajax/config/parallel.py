@@ -232,8 +232,8 @@ class ParallelConfig:
         over = self.tensor if self.experts_over_tensor else 1
         if self.expert_tensor not in (None, 1, self.tensor) or self.expert % over:
             raise ConfigError(
-                f"expert_tensor = {self.expert_tensor} must be tensor = {self.tensor}, or 1 with an expert (now {self.expert}) "
-                f"that the tensor ranks split: pass {one_of('expert', multiples(self.tensor, self.expert), self.expert)} and "
+                f"expert_tensor = {self.expert_tensor} must be tensor = {self.tensor}, or 1 where that divides expert = "
+                f"{self.expert}: pass {one_of('expert', multiples(self.tensor, self.expert), self.expert)} with "
                 "--expert-tensor 1, or leave --expert-tensor out."
             )
         if self.experts_over_tensor and not self.sequence_parallel:

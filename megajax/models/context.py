@@ -187,7 +187,10 @@ def _expert_group(run: RunConfig, rules: AxisRules, device: jax.Device) -> Exper
     parallel, fp8 = run.parallel, run.train.expert_dispatch_dtype == "fp8"
     if parallel.expert == 1:
         return ExpertGroup(fp8=fp8)
-    if (rules.expert_parallel, rules.experts_over_tensor) != (parallel.expert_replicas > 1, parallel.experts_over_tensor):
+    if (rules.expert_parallel, rules.experts_over_tensor) != (
+        parallel.expert_replicas > 1,
+        parallel.experts_over_tensor,
+    ):
         raise ConfigError(
             f"expert = {parallel.expert}, but the rules do not shard experts and batch over the mesh axes of expert and "
             "expert_tensor: start from model_rules(run), or pass --expert 1."

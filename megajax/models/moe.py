@@ -35,6 +35,7 @@ returns measured values as the gradients of small parameters (`Router.bias` and 
 over microbatches and replicas like all others, and which the optimizer does not see (`take_measurements`).
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -196,11 +197,11 @@ class Experts(nnx.Module):
         draw = lambda name, *shape: jax.random.normal(named_key(key, name), shape)  # noqa: E731
         up = draw("up", config.experts, hidden, *gates, width) * config.init_deviation
         down = draw("down", config.experts, width, hidden) * config.init_deviation / (2 * config.layers) ** 0.5
-        self.up = parameter(up, "experts", "hidden", *(None for _ in gates), "feedforward")
-        self.down = parameter(down, "experts", "feedforward", "hidden")
+        self.up = parameter(up, "experts", "hidden", *(None for _ in gates), "expert_feedforward")
+        self.down = parameter(down, "experts", "expert_feedforward", "hidden")
         if config.expert_biases:
             zeros = jnp.zeros((config.experts, *gates, width))
-            self.up_bias = parameter(zeros, "experts", *(None for _ in gates), "feedforward", decay=False)
+            self.up_bias = parameter(zeros, "experts", *(None for _ in gates), "expert_feedforward", decay=False)
             self.down_bias = parameter(jnp.zeros((config.experts, hidden)), "experts", "hidden", decay=False)
         if config.shared_gate:
             gate = jax.random.normal(named_key(key, "shared_gate"), (hidden, 1)) * config.init_deviation
@@ -213,8 +214,8 @@ class Experts(nnx.Module):
 
         In training the microbatch may have the arrays of `balance_arrays`; without them nothing is balanced or reported.
         """
-        group, tokens = self.group, self.constrain(y, *GATHERED)
-        weights, experts = self.router(tokens, microbatch)
+        group = self.group
+        weights, experts = self.router(y if group.over_tensor else self.constrain(y, *GATHERED), microbatch)
         biases = (self.up_bias[...], self.down_bias[...]) if self.config.expert_biases else ()
         kernels = self.up[...].astype(y.dtype), self.down[...].astype(y.dtype)
         if group.size > 1 and group.dispatch == "bucketed":
@@ -242,43 +243,56 @@ class Experts(nnx.Module):
           weights, experts: [N b, s, k], the group's; a dropped choice has expert E.
           biases: of the two matmuls, or none.
           kernels: theirs.
-          room: places for tokens of another replica (`all_to_all`), where there is a bound; `rows`: of the choices here.
+          room: places for tokens of another member (`all_to_all`), where there is a bound; `rows`: of the choices here.
         """
-        group = self.group
+        group, samples, length, choices = self.group, *experts.shape
+        weights, experts = map(group.of_members, (weights, experts))
         local, count = group.local_experts(experts, self.config.experts)
-        # A token chooses an expert once, so no more of its choices than this replica has experts can be here; nor more of a
+        # A token chooses an expert once, so no more of its choices than this member has experts can be here; nor more of a
         # sample's than these experts take.
-        samples, length, choices = experts.shape
         most = count * (expert_tokens(self.config, length) if self.training else length)
         sends = group.dispatch != "gather" and group.size > 1
         exchange = all_to_all(group, experts, Choice.of(self.config), most, room) if sends else Gather(group)
-        tokens = self.constrain(exchange.send(y), *GATHERED)
+        constrain = (
+            (lambda x, *axes: x) if group.over_tensor else self.constrain
+        )  # then nothing is split or summed over it
+        tokens = constrain(exchange.send(y), *GATHERED)
         weights, local = exchange.choices(weights), exchange.choices(local)
         rows = samples * min(length * min(count, choices), most) if rows is None else rows
-        routing = route(local.reshape(-1), count, rows)
-        up = self.matmuls.column(tokens.reshape(-1, y.shape[-1]), kernels[0], routing)
-        up = checkpoint_name(self.constrain(up, "batch", *[None] * (up.ndim - 2), "feedforward"), "up")
+        routing = group.each(lambda local: route(local.reshape(-1), count, rows))(local)
+        up = self.matmuls.column(tokens.reshape(*local.shape[:-1], -1), kernels[0], routing)
+        axes = "batch", *[None] * (up.ndim - 2), "expert_feedforward"
+        up = checkpoint_name(constrain(up, *axes), "up")
         if biases:
-            expert = (jnp.arange(len(up))[:, None] >= jnp.cumsum(routing.sizes)).sum(1)  # too large: of no expert
-            added = jnp.take(biases[0].astype(jnp.float32), expert, axis=0, mode="clip")
-            up = up.astype(jnp.float32) + self.constrain(added, "batch", *[None] * (up.ndim - 2), "feedforward")
+            added = group.each(partial(_bias_of_rows, rows=up.shape[local.ndim - 2]))(
+                group.split(biases[0]), routing.sizes
+            )
+            up = up.astype(jnp.float32) + constrain(added, *axes)
         # Weighted here and not after the second matmul, whose results the weights' gradients would then need.
-        shares = dispatch(weights.reshape(-1, 1), routing.order, routing.places)
+        of_rows = lambda weights, routing: dispatch(weights.reshape(-1), routing.order, routing.places)  # noqa: E731
+        shares, count_here = group.each(of_rows)(weights, routing), local.shape[-2]
         if self.matmuls.one_pass:
             gate = ACTIVATIONS[self.config.activation]
-            out = gated_row(up, shares[:, 0], kernels[1], routing, gate, self.matmuls, len(local))
+            out = gated_row(up, shares, kernels[1], routing, gate, self.matmuls, count_here)
         else:
             of_input = self.config.expert_weighted == "input"  # the product of a weighted row is the weighted product
-            wide = up.astype(jnp.float32) * shares.reshape(-1, *[1] * (up.ndim - 1)) if of_input else up
-            active = activate(self.config, wide) * (1 if of_input else shares)
-            active = checkpoint_name(self.constrain(active.astype(y.dtype), "batch", "feedforward"), "activation")
-            out = self.matmuls.row(active, kernels[1], routing, len(local))
-        out = reduce_scattered(out.reshape(tokens.shape), self.constrain)
+            each = shares.reshape(*shares.shape, *[1] * (up.ndim - shares.ndim))
+            wide = up.astype(jnp.float32) * each if of_input else up
+            active = activate(self.config, wide) * (1 if of_input else shares[..., None])
+            active = checkpoint_name(constrain(active.astype(y.dtype), "batch", "expert_feedforward"), "activation")
+            out = self.matmuls.row(active, kernels[1], routing, count_here)
+        out = reduce_scattered(out.reshape(tokens.shape), constrain)
         if biases:
             shares = (jax.nn.one_hot(local, count) * weights[..., None]).sum(-2)  # 0 for experts that are elsewhere
-            added = (shares @ biases[1].astype(jnp.float32)).reshape(tokens.shape)
-            out = out + self.constrain(added.astype(out.dtype), *RESIDUAL)
+            added = (shares @ group.split(biases[1]).astype(jnp.float32)).reshape(tokens.shape)
+            out = out + constrain(added.astype(out.dtype), *RESIDUAL)
         return exchange.collect(out)
+
+
+def _bias_of_rows(biases: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
+    """The bias of each row's expert, fp32 [rows, ...], of biases [G, ...]; a row of none gets any."""
+    expert = (jnp.arange(rows)[:, None] >= jnp.cumsum(sizes)).sum(1)
+    return jnp.take(biases.astype(jnp.float32), expert, axis=0, mode="clip")
 
 
 @jax.custom_vjp

@@ -1,6 +1,7 @@
-"""How tokens get to the replicas that have their experts, and the results back: by all-gather, or by all-to-all.
+"""How tokens get to the members that have their experts, and the results back: by all-gather, or by all-to-all.
 
-Shapes: N replicas of a group, each with b samples of s tokens and E / N experts; h = hidden, k choices of a token.
+Shapes: N replicas of a group, each with b samples of s tokens and E / N experts; h = hidden, k choices of a token. Where
+each tensor rank is a member, there are N of these, and of what is here one has [T, ...] (`ExpertGroup.of_members`).
 
     gather        [b, s, h] -> all-gather -> [N b, s, h] -> experts -> reduce-scatter -> [b, s, h]
     all_to_all    [b, s, h] -> all-to-all -> [N, c, h]   -> experts -> all-to-all, sum -> [b, s, h]
@@ -31,7 +32,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.expert_choice import Choice
-from megajax.ops.expert_group import AXIS, ExpertGroup, per_shard
+from megajax.ops.expert_group import ExpertGroup, per_shard
 from megajax.ops.fp8_rows import in_8_bits
 from megajax.ops.group_order import combine, dispatch, rows_at, sort_by_group
 from megajax.runtime.compat import vary_over, varying_axes
@@ -55,7 +56,9 @@ class Gather:
 
     def choices(self, x: jax.Array) -> jax.Array:
         """What all replicas have of each choice, [N b, s, k], for the tokens that are here: [tokens, k]."""
-        return x.reshape(-1, x.shape[-1])
+        if not self.group.over_tensor:
+            return x.reshape(-1, x.shape[-1])
+        return jax.vmap(partial(_by_shard, replicas=self.group.replicas, shards=self.group.shards))(x)
 
 
 class Plan(NamedTuple):
@@ -80,28 +83,27 @@ class Buffers:
     """The static properties of an exchange.
 
     Attributes:
-      residual: the partition over tensor of [b, s, h].
-      shards: parts of the sequence.
+      group: of the members.
       samples: b.
       tokens: of one replica and one shard of the sequence, b s / shards.
-      room: c / shards, places for them on each replica.
+      room: c / shards, places for them on each member.
       ragged: whether only the rows that were routed are sent.
-      fp8: as of the group.
     """
 
-    residual: P
-    shards: int
+    group: ExpertGroup
     samples: int
     tokens: int
     room: int
     ragged: bool
-    fp8: bool
 
-    def per_shard(self, local: Callable) -> Callable:
-        """`local`, (an array sharded as the residual stream, a shard's plan) -> such an array, on each device's shard."""
-        sequence = _sequence_axis(self.residual)
+    def per_shard(self, run: Callable, local: Callable) -> Callable:
+        """`local`, of an array and a shard's plan, on each device's shards; `run`: the group's `to_members` or the other."""
         squeezed = lambda x, plan: local(x, jax.tree.map(lambda leaf: leaf[0], plan))  # noqa: E731
-        return per_shard(squeezed, (self.residual, P(sequence)), self.residual)
+        return run(squeezed, P(_sequence_axis(self.group.residual)))
+
+    def by_shard(self, x: jax.Array) -> jax.Array:
+        """As `_by_shard`."""
+        return _by_shard(x, self.group.replicas, self.group.shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,8 @@ class AllToAll:
 
     def choices(self, x: jax.Array) -> jax.Array:
         """What all replicas have of each choice, [N b, s, k], for each place here: [N places, k]."""
-        return dispatch(_by_shard(x, self.buffers), self.order, self.places)
+        run = lambda x, order, places: dispatch(self.buffers.by_shard(x), order, places)  # noqa: E731
+        return self.buffers.group.each(run)(x, self.order, self.places)
 
 
 def all_to_all(
@@ -142,22 +145,30 @@ def all_to_all(
 
     Args:
       group: of N replicas.
-      experts: int32 [N b, s, k], all replicas' choices; E: a choice that is dropped.
+      experts: int32 [N b, s, k], all replicas' choices, as of `ExpertGroup.of_members`; E: a choice that is dropped.
       choice: of k of E experts, which all of them are.
       most: tokens of a sample that one replica's experts take.
       room: tokens of a replica's shard that choose experts of another one, no more of which are sent; None: all that could.
     """
-    samples, length, shards = experts.shape[0] // group.size, experts.shape[1] // group.shards, group.shards
+    samples, length = experts.shape[-3] // group.replicas, experts.shape[-2] // group.shards
     if room == samples * length:
         return Gather(group)
     ragged = group.ragged and room is None and most >= length
     room = samples * min(length, most) if room is None else room
-    buffers = Buffers(group.residual, shards, samples, samples * length, room, ragged, group.fp8)
-    owners, sequence = lax.div(experts, choice.count // group.size), _sequence_axis(group.residual)
-    destinations = choice.destinations(group.size)
-    plan = per_shard(partial(_plan, group.size, destinations), P(None, sequence), P(sequence))(owners)
-    here = (_by_shard(owners, buffers) == lax.axis_index(AXIS)).any(-1).reshape(-1, buffers.tokens)
-    return AllToAll(plan, buffers, *_first_places(here, room))
+    buffers = Buffers(group, samples, samples * length, room, ragged)
+    owners, member = lax.div(experts, choice.count // group.size), group.member
+    plan_of = partial(_plan, group.size, choice.destinations(group.size))
+    if group.over_tensor:
+        plan = jax.vmap(lambda member, owners: plan_of(member, buffers.by_shard(owners)))(member, owners)
+    else:
+        sequence = _sequence_axis(group.residual)
+        numbered = lambda owners: jax.tree.map(lambda x: x[None], plan_of(lax.axis_index(group.axes), owners))  # noqa: E731
+        plan = per_shard(numbered, P(None, sequence), P(sequence))(owners)
+
+    def places(member, owners):
+        return _first_places((buffers.by_shard(owners) == member).any(-1).reshape(-1, buffers.tokens), room)
+
+    return AllToAll(plan, buffers, *group.each(places)(member, owners))
 
 
 def _sequence_axis(residual: P) -> str | None:
@@ -165,9 +176,9 @@ def _sequence_axis(residual: P) -> str | None:
     return residual[1] if len(residual) > 1 else None
 
 
-def _by_shard(x: jax.Array, buffers: Buffers) -> jax.Array:
-    """From [N b, s, k] to [N shards tokens, k]: each replica's tokens in the order in which its shards have them."""
-    split = x.reshape(-1, buffers.samples, buffers.shards, x.shape[1] // buffers.shards, x.shape[2])
+def _by_shard(x: jax.Array, replicas: int, shards: int) -> jax.Array:
+    """From [replicas b, s, k] to [replicas shards tokens, k]: each replica's tokens in the order of its shards of them."""
+    split = x.reshape(replicas, -1, shards, x.shape[1] // shards, x.shape[2])
     return split.swapaxes(1, 2).reshape(-1, x.shape[2])
 
 
@@ -184,15 +195,15 @@ def _first_places(here: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
     return order.reshape(parts, tokens)[:, :room].reshape(-1), places
 
 
-def _plan(size: int, destinations: int, owners: jax.Array) -> Plan:
-    """The plan of one shard.
+def _plan(size: int, destinations: int, here: jax.Array, owners: jax.Array) -> Plan:
+    """The plan of one shard, without its number.
 
     Args:
       size: N.
       destinations: of a token, at most.
-      owners: int32 [N b, s, k], the replica that each choice of the group is sent to; N: none.
+      here: the number of this member.
+      owners: int32 [N b, s, k], the member that each choice of those that have such shards is sent to; N: none.
     """
-    here = lax.axis_index(AXIS)
     # A token's destinations in order, each once; N for the rest.
     chosen = jnp.sort(owners.reshape(size, -1, owners.shape[-1]), axis=-1)
     again = jnp.pad(chosen[..., 1:] == chosen[..., :-1], ((0, 0), (0, 0), (1, 0)))
@@ -200,8 +211,7 @@ def _plan(size: int, destinations: int, owners: jax.Array) -> Plan:
     own = lax.dynamic_index_in_dim(to, here, keepdims=False).reshape(-1)
     rows = lambda found: found.sum((1, 2), dtype=jnp.int32)  # noqa: E731
     sent = (own[:, None] == jnp.arange(size)).sum(0, dtype=jnp.int32)
-    plan = Plan(*sort_by_group(own), sent, rows(to == here), rows(to < here))
-    return jax.tree.map(lambda x: x[None], plan)
+    return Plan(*sort_by_group(own), sent, rows(to == here), rows(to < here))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -228,52 +238,54 @@ def _sent(y: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
     def local(y, plan):
         def send(tokens):
             rows = dispatch(tokens, plan.order, plan.places)
-            return (_ragged_out if buffers.ragged else _padded_out)(rows, plan, buffers.room)
+            return (_ragged_out if buffers.ragged else _padded_out)(rows, plan, buffers)
 
         tokens = y.reshape(-1, y.shape[-1])
-        return in_8_bits(tokens, send) if buffers.fp8 else send(tokens)
+        return in_8_bits(tokens, send) if buffers.group.fp8 else send(tokens)
 
-    return buffers.per_shard(local)(y, plan)
+    return buffers.per_shard(buffers.group.to_members, local)(y, plan)
 
 
 def _collected(out: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
     def local(out, plan):
-        rows = (_ragged_back if buffers.ragged else _padded_back)(out, plan, buffers.room)
+        rows = (_ragged_back if buffers.ragged else _padded_back)(out, plan, buffers)
         summed = combine(rows, plan.order, plan.places, buffers.tokens)
         return summed.reshape(buffers.samples, -1, out.shape[-1])
 
-    return buffers.per_shard(local)(out, plan)
+    return buffers.per_shard(buffers.group.from_members, local)(out, plan)
 
 
-def _padded_out(rows: jax.Array, plan: Plan, room: int) -> jax.Array:
+def _padded_out(rows: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
     """Sorted rows [rows, h] to all their destinations' places: [N, room, h]."""
-    place = jnp.arange(room)
+    place = jnp.arange(buffers.room)
     index = jnp.where(place < plan.sent[:, None], _starts(plan.sent)[:, None] + place, len(rows))
-    return lax.all_to_all(rows_at(rows, index, fill=True), AXIS, 0, 0, tiled=True)
+    return lax.all_to_all(rows_at(rows, index, fill=True), buffers.group.axes, 0, 0, tiled=True)
 
 
-def _padded_back(out: jax.Array, plan: Plan, room: int) -> jax.Array:
+def _padded_back(out: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
     """The transpose of `_padded_out`: [N, room, h] to sorted rows; 0 for rows that were sent to no one."""
-    parts, row = lax.all_to_all(out, AXIS, 0, 0, tiled=True), jnp.arange(plan.order.size)
-    to = (row[:, None] >= jnp.cumsum(plan.sent)).sum(1)
+    parts, row = lax.all_to_all(out, buffers.group.axes, 0, 0, tiled=True), jnp.arange(plan.order.size)
+    to, room = (row[:, None] >= jnp.cumsum(plan.sent)).sum(1), buffers.room
     index = to * room + row - rows_at(_starts(plan.sent), to)
     index = jnp.where(to < len(parts), index, len(parts) * room)
     return rows_at(parts.reshape(-1, parts.shape[-1]), index, fill=True)
 
 
-def _ragged_out(rows: jax.Array, plan: Plan, room: int) -> jax.Array:
+def _ragged_out(rows: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
     """As `_padded_out`; sends the rows alone."""
-    first = jnp.full_like(plan.sent, room) * lax.axis_index(AXIS)
+    axes, room = buffers.group.axes, buffers.room
+    first = jnp.full_like(plan.sent, room) * lax.axis_index(axes)
     places = _zeros(rows, plan.sent.size * room)
-    out = lax.ragged_all_to_all(rows, places, _starts(plan.sent), plan.sent, first, plan.received, axis_name=AXIS)
+    out = lax.ragged_all_to_all(rows, places, _starts(plan.sent), plan.sent, first, plan.received, axis_name=axes)
     return out.reshape(-1, room, rows.shape[-1])
 
 
-def _ragged_back(out: jax.Array, plan: Plan, room: int) -> jax.Array:
+def _ragged_back(out: jax.Array, plan: Plan, buffers: Buffers) -> jax.Array:
     """As `_padded_back`; sends the rows alone."""
     places, rows = out.reshape(-1, out.shape[-1]), _zeros(out, plan.order.size)
-    first = room * jnp.arange(len(out), dtype=jnp.int32)
-    return lax.ragged_all_to_all(places, rows, first, plan.received, plan.starts, plan.sent, axis_name=AXIS)
+    first = buffers.room * jnp.arange(len(out), dtype=jnp.int32)
+    axes = buffers.group.axes
+    return lax.ragged_all_to_all(places, rows, first, plan.received, plan.starts, plan.sent, axis_name=axes)
 
 
 def _zeros(like: jax.Array, rows: int) -> jax.Array:

@@ -89,12 +89,12 @@ class Rounds:
     @property
     def rows(self) -> int:
         """Rows of the first exchange, on a device."""
-        return self.group.size * self.group.shards * self.choices
+        return self.group.replicas * self.group.shards * self.choices
 
     @property
     def rows_of_round(self) -> int:
         """Those of a round."""
-        return self.group.size * self.group.shards * self.later * self.most
+        return self.group.replicas * self.group.shards * self.later * self.most
 
     @property
     def suffices(self) -> bool:

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.gated_down import gated_gradients
-from megajax.ops.grouped_matmul import GroupedMatmuls, Part, Routing
+from megajax.ops.grouped_matmul import GroupedMatmuls, Part, Routing, Shard
 from megajax.ops.in_place import of_part
-from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
 
 __all__ = ["gated_row"]
 
@@ -38,12 +37,9 @@ class RowGradients:
     def __call__(self, stack, place, slopes, shares, count) -> tuple[jax.Array, ...]:
         """See `gated_gradients`, on each tensor rank's shards."""
         local = partial(gated_gradients, activation=self.activation, interpret=self.how.kernel.interpreted)
-        if not self.how.on_mesh:
-            return local(stack, place, slopes, shares, count)
-        split = TENSOR if self.how.split else None
-        rows, up = P(None, split), P(None, None, split)
-        given = P(None, *up), P(), rows, P(), P()
-        return on_tensor_shards(local, given, (up, rows, rows))(stack, place, slopes, shares, count)
+        whole, rows, up = map(self.how.of_rows, (None, 1, 2))
+        given = self.how.of_rows(2, stacked=True), Shard(P()), rows, whole, whole
+        return self.how.on_shards(local, given, (up, rows, rows))(stack, place, slopes, shares, count)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -64,7 +60,7 @@ def gated_row(
       kernels: [G, f, h].
       routing: of the rows.
       activation: elementwise, of the gate.
-      how: with kernels of Pallas.
+      how: with kernels of Pallas; with `over_groups` all arrays but the kernels have a first axis more.
       count: n.
     """
     return _forward(up, shares, kernels, routing, activation, how, count)[0]
@@ -72,16 +68,16 @@ def gated_row(
 
 def _forward(up, shares, kernels, routing, activation, how, count):
     wide = up.astype(jnp.float32)
-    active = (activation(wide[:, 0]) * wide[:, 1] * shares[:, None]).astype(up.dtype)
+    active = (activation(wide[..., 0, :]) * wide[..., 1, :] * shares[..., None]).astype(up.dtype)
     return how.row(active, kernels, routing, count), (up, shares, kernels, routing)
 
 
 def _backward(activation, how, count, saved, gradient):
     up, shares, kernels, routing = saved
     slopes, of_rows = how.row_slopes(kernels, routing, gradient)
-    stop = routing.sizes.sum(dtype=jnp.int32)
+    stop = routing.sizes.sum(-1, dtype=jnp.int32)
     of_up, active, sums = of_part(RowGradients(activation, how), up, of_rows, shares, stop)
-    of_shares = jnp.where(jnp.arange(len(shares)) < stop, sums.sum(1), 0)
+    of_shares = jnp.where(jnp.arange(shares.shape[-1]) < stop[..., None], sums.sum(-1), 0)
     return of_up, of_shares, how.row_gradient(kernels, routing, active, slopes), None
 
 

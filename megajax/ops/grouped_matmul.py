@@ -9,13 +9,14 @@ rows come last, of which as many may be left out as are surely there.
 The matmuls are XLA's `lax.ragged_dot_general`, or on NVIDIA GPUs kernels of Pallas (`grouped_kernels.py`) or tokamax
 (`tokamax_kernels.py`), which can neither be partitioned nor be differentiated: each direction of `column` and `row` enters
 a `shard_map` over "tensor" of its own, as fused attention does. Tensor parallelism splits o (1909.08053 section 3). Before
-a sum over tensor each rank adds up its own rows of each item, so that n rows are sent and not R.
+a sum over tensor each rank adds up its own rows of each item, so that n rows are sent and not R. Or each tensor rank has
+whole kernels, and rows of its own: of the kernels' axis G, and of a new first axis of all other arrays.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,21 @@ def route(groups: jax.Array, count: int, at_most: int | None = None) -> Routing:
     return Routing(order[:at_most], places, sizes)
 
 
+class Shard(NamedTuple):
+    """How tensor ranks have an array: its partition, and the axis of their numbers, which a rank does not see."""
+
+    spec: P
+    number: int | None = None
+
+    def without_number(self, x: Any) -> Any:
+        """A rank's shard, a pytree, as it sees it."""
+        return x if self.number is None else jax.tree.map(lambda leaf: jnp.squeeze(leaf, self.number), x)
+
+    def with_number(self, x: jax.Array) -> jax.Array:
+        """The reverse."""
+        return x if self.number is None else jnp.expand_dims(x, self.number)
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmuls:
     """The two matmuls of experts, on the devices of a tensor group.
@@ -175,12 +191,43 @@ class GroupedMatmuls:
       on_mesh: whether a mesh with an axis "tensor" is set.
       split: whether that axis splits the kernels: the first matmul's last axis, the second one's middle axis.
       once: whether the second one's backward should pass once over a gated activation (`grouped_gated.py`).
+      over_groups: whether that axis splits the groups instead: each rank has G / T of them, and all arrays but the kernels
+        are [T, ...], of each rank's own. Nothing is then summed over tensor.
     """
 
     kernel: GroupedKernel = XLA
     on_mesh: bool = False
     split: bool = False
     once: bool = False
+    over_groups: bool = False
+
+    def each(self, function: Callable) -> Callable:
+        """`function` of one rank's arrays, as one of these arrays."""
+        return jax.vmap(function) if self.over_groups else function
+
+    def of_kernels(self, axis: int, stacked: bool = False) -> Shard:
+        """The shards of kernels, or of a stack of them, of which `split` splits this axis."""
+        if self.over_groups:
+            return Shard(P(*[None] * stacked, TENSOR))
+        return Shard(P(*[None] * (axis + stacked), TENSOR) if self.split else P())
+
+    def of_rows(self, axis: int | None, stacked: bool = False) -> Shard:
+        """Those of another array, or of a stack of them; None: all ranks have all of it."""
+        if self.over_groups:
+            return Shard(P(*[None] * stacked, TENSOR), int(stacked))
+        return Shard(P()) if axis is None or not self.split else Shard(P(*[None] * (axis + stacked), TENSOR))
+
+    def on_shards(self, local: Callable, given: tuple[Shard, ...], result: Any) -> Callable:
+        """`local` on each tensor rank's shards of its arguments; `result`: of what it returns, a pytree of `Shard`."""
+        if not self.on_mesh:
+            return local
+
+        def own(*arrays):
+            found = local(*(shard.without_number(array) for shard, array in zip(given, arrays, strict=True)))
+            return jax.tree.map(Shard.with_number, result, found, is_leaf=lambda one: isinstance(one, Shard))
+
+        specs = jax.tree.map(lambda one: one.spec, result, is_leaf=lambda one: isinstance(one, Shard))
+        return on_tensor_shards(own, tuple(one.spec for one in given), specs)
 
     @property
     def one_pass(self) -> bool:
@@ -192,7 +239,7 @@ class GroupedMatmuls:
 
         Names the rows "dispatched" where it is differentiated.
         """
-        return _column(x, kernels, routing, self, len(x))
+        return _column(x, kernels, routing, self, x.shape[-2])
 
     def row(self, rows: jax.Array, kernels: jax.Array | Part, routing: Routing, count: int) -> jax.Array:
         """rows [R, f], split over tensor, times their groups' kernels [G, f, h], summed for each of `count` items: [n, h].
@@ -205,7 +252,7 @@ class GroupedMatmuls:
         self, kernels: jax.Array | Part, routing: Routing, gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Of a gradient [n, h] of `row`'s result, (that of each product [R, h], that of the rows [R, f])."""
-        slopes = dispatch(gradient, routing.order, routing.places)
+        slopes = self.each(dispatch)(gradient, routing.order, routing.places)
 
         def local(kernels, place, slopes, sizes):
             return self.kernel.product(slopes, kernels, sizes, transposed=True, **_at(place))
@@ -216,48 +263,49 @@ class GroupedMatmuls:
         """The gradient of `row`'s kernels, of the rows and what `row_slopes` returns first."""
         return self.gradient((1, None, None), 1, kernels, rows, slopes, routing.sizes)
 
-    def _run(self, local: Callable, in_axes: tuple, out_axis: int, *arrays) -> jax.Array:
-        """`local` on each device's part of the arrays, of which tensor splits these axes (None: none), and of the result."""
-        if not self.on_mesh:
-            return local(*arrays)
-        spec = lambda axis: P() if axis is None or not self.split else P(*[None] * axis, TENSOR)  # noqa: E731
-        return on_tensor_shards(local, tuple(map(spec, in_axes)), spec(out_axis))(*arrays)
-
     def _multiply(
-        self, local: Callable, kernels: jax.Array, axis: int, in_axes: tuple, out_axis: int, *arrays, into=None
+        self, local: Callable, kernels: jax.Array, axis: int, in_axes: tuple, out_axis: int | None, *arrays, into=None
     ):
-        """`local(kernels, place, *arrays)` on each device, with the kernels' `axis` split; other arguments as of `_run`.
+        """`local(kernels, place, *arrays)` on each device, of which `split` splits these axes, and `out_axis` of the result.
 
         `arrays` are pytrees. The kernels are read where they are stored, if theirs is the part `place` of a stack. If so,
         `into(out, at, kernels, place, *arrays)` may run instead, which writes the result to out[at].
         """
+        rows, result = tuple(map(self.of_rows, in_axes)), self.of_rows(out_axis)
+        given = self.of_kernels(axis, stacked=True), Shard(P()), *rows
         if isinstance(kernels, Part) and self.kernel.add is not None:
-            axes = (axis + 1, None, *in_axes)
-            return self._run(local, axes, out_axis, kernels.stack, kernels.place, *arrays)
+            return self.on_shards(local, given, result)(kernels.stack, kernels.place, *arrays)
         if isinstance(kernels, Part):
             kernels = lax.dynamic_index_in_dim(kernels.stack, kernels.place, keepdims=False)
         if self.kernel.add is None:
             plain = lambda kernels, *arrays: local(kernels, None, *arrays)  # noqa: E731
-            return self._run(plain, (axis, *in_axes), out_axis, kernels, *arrays)
+            return self.on_shards(plain, (self.of_kernels(axis), *rows), result)(kernels, *arrays)
         leaves, structure = jax.tree.flatten(arrays)
 
         def of_stack(stack, place, *leaves):
-            arrays = jax.tree.unflatten(structure, leaves)
-            return (self._run(local, (axis + 1, None, *in_axes), out_axis, stack, place, *arrays),)
+            return (self.on_shards(local, given, result)(stack, place, *structure.unflatten(leaves)),)
 
         def into_stack(out, at, stack, place, *leaves):
-            arrays, axes = jax.tree.unflatten(structure, leaves), (out_axis + 1, None, axis + 1, None, *in_axes)
-            return self._run(into, axes, out_axis + 1, out, at, stack, place, *arrays)
+            outs = self.of_rows(out_axis, stacked=True)
+            run = self.on_shards(into, (outs, Shard(P()), *given), outs)
+            return run(out, at, stack, place, *structure.unflatten(leaves))
 
         return of_part(of_stack, kernels, *leaves, into=into and into_stack)[0]
+
+    def sum_over_split(self, local: Callable, kernels: jax.Array | Part, axis: int, in_axes: tuple, *arrays):
+        """As `_multiply`, of a result that is the sum of the ranks' where these have parts of the kernels."""
+        if self.over_groups:
+            return self._multiply(local, kernels, axis, in_axes, None, *arrays)
+        return _sum_first(self._multiply(lambda *given: local(*given)[None], kernels, axis, in_axes, 0, *arrays))
 
     def gradient(
         self, in_axes: tuple, axis: int, kernels: jax.Array | Part, rows, slopes, sizes
     ) -> jax.Array | Part | None:
         """The kernels' gradient [G, i, *o] of rows [R, i] and slopes [R, *o], fp32 until it is added; a `Part` has its own.
 
-        `in_axes` and `axis` as of `_run`: those of the arrays, and the gradient's, that tensor splits.
+        `in_axes` and `axis`: those of the arrays, and the gradient's, that `split` splits.
         """
+        given = tuple(map(self.of_rows, in_axes))
 
         def local(rows, slopes, sizes):
             found = self.kernel.gradient(rows, _vectors(slopes), sizes)
@@ -269,8 +317,9 @@ class GroupedMatmuls:
             matrices = total.reshape(*total.shape[:3], -1)
             return self.kernel.add(matrices, place, rows, _vectors(slopes), sizes).reshape(total.shape)
 
-        of_kernels = partial(self._run, local, in_axes, axis)
-        of_total = partial(self._run, add, (axis + 1, None, *in_axes), axis + 1)
+        total = self.of_kernels(axis, stacked=True)
+        of_kernels = self.on_shards(local, given, self.of_kernels(axis))
+        of_total = self.on_shards(add, (total, Shard(P()), *given), total)
         if isinstance(kernels, Part):
             if kernels.total is None:
                 return None
@@ -285,7 +334,7 @@ def _column(x, kernels, routing: Routing, how: GroupedMatmuls, count: int):
 
 
 def _column_forward(x, kernels, routing, how, count):
-    rows = checkpoint_name(dispatch(x, routing.order, routing.places), "dispatched")
+    rows = checkpoint_name(how.each(dispatch)(x, routing.order, routing.places), "dispatched")
 
     def local(kernels, place, rows, sizes):
         found = how.kernel.product(rows, _matrices(kernels, last), sizes, **_at(place))
@@ -307,10 +356,10 @@ def _column_backward(how, count, saved, gradient):
     def of_items(kernels, place, gradient, routing):
         matrices = _matrices(kernels, last)
         slopes = how.kernel.product(_vectors(gradient), matrices, routing.sizes, transposed=True, **_at(place))
-        return combine(slopes, routing.order, routing.places, count)[None]
+        return combine(slopes, routing.order, routing.places, count)
 
     last = _last_axis(kernels)
-    of_x = _sum_first(how._multiply(of_items, kernels, last, (last - 1, None), 0, gradient, routing))
+    of_x = how.sum_over_split(of_items, kernels, last, (last - 1, None), gradient, routing)
     return of_x, how.gradient((None, last - 1, None), last, kernels, rows, gradient, routing.sizes), None
 
 
@@ -322,9 +371,9 @@ def _row(rows, kernels, routing: Routing, how: GroupedMatmuls, count: int):
 def _row_forward(rows, kernels, routing, how, count):
     def local(kernels, place, rows, routing):
         products = how.kernel.product(rows, kernels, routing.sizes, **_at(place))
-        return combine(products, routing.order, routing.places, count)[None]
+        return combine(products, routing.order, routing.places, count)
 
-    return _sum_first(how._multiply(local, kernels, 1, (1, None), 0, rows, routing)), (rows, kernels, routing)
+    return how.sum_over_split(local, kernels, 1, (1, None), rows, routing), (rows, kernels, routing)
 
 
 def _row_backward(how, count, saved, gradient):

@@ -35,7 +35,6 @@ DEFAULT_TABLE: Mapping[str, MeshAxes] = {
 BATCH = "data", "expert"  # with expert parallelism
 
 
-
 @dataclass(frozen=True, eq=False)
 class AxisRules:
     """A table of rules, and the shardings that follow from it.

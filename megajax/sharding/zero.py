@@ -28,7 +28,8 @@ def shard_over_data(
       `spec` itself where the replicas divide no free axis: a small array is then replicated.
     """
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    over = {axis: size for axis, size in replicas.items() if axis not in entries}  # an expert has fewer replicas
+    taken = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    over = {axis: size for axis, size in replicas.items() if axis not in taken}  # an expert has fewer replicas
     count = math.prod(over.values())
     free = [
         axis for axis in range(first, len(shape)) if entries[axis] is None and shape[axis] % count == 0 < shape[axis]
