@@ -42,7 +42,7 @@ def decoding_run(run: RunConfig, parallel: ParallelConfig | None = None) -> RunC
     Of the layout it keeps data, context, expert, pipe, tensor and the split of the vocabulary. Devices of a context group
     are replicas here, each with its own samples. Dropped are options that only matter to training: chunks and schedule (one
     chunk of layers a rank keeps all ranks busy), ZeRO (weights are replicated over data), the split of the sequence over
-    tensor (a new token is one), recomputation and offloading, rings and fp8.
+    tensor (a new token is one), and so whole experts of tensor ranks, recomputation and offloading, rings and fp8.
 
     Args:
       run: the training's.
@@ -51,7 +51,7 @@ def decoding_run(run: RunConfig, parallel: ParallelConfig | None = None) -> RunC
     given = parallel or run.parallel
     kept = ParallelConfig(
         data=given.data * given.context,
-        expert=given.expert,
+        expert=given.expert_replicas,
         pipe=given.pipe,
         tensor=given.tensor,
         vocab_parallel=given.vocab_parallel,

@@ -266,7 +266,8 @@ class Trainer:
             if model.experts:
                 size += f", {model.experts} experts, {model.active_parameters:,} parameters for a token"
         context = f"context {parallel.context} x " if parallel.context > 1 else ""
-        groups = f", experts split over groups of {parallel.expert} replicas" if parallel.expert > 1 else ""
+        members = "tensor ranks" if parallel.experts_over_tensor else "replicas"
+        groups = f", experts split over groups of {parallel.expert} {members}" if parallel.expert > 1 else ""
         sequence_parallel = "on" if parallel.sequence_parallel and parallel.tensor > 1 else "off"
         reference = f"{peak.flops / 1e12:.3g} TFLOP/s a device ({peak.source}), to which MFU refers" if peak else ""
         return [
