@@ -57,11 +57,15 @@ def drawn():
     return values, draw.normal(size=sizes[0]).astype(np.float32)
 
 
-def in_rounds(kernel, arguments):
-    """The program (tokens, weights, up, down, experts, gradient) -> (result, its gradients), of all replicas."""
-    group = ExpertGroup(REPLICAS, P(None, "tensor", None), TENSOR, "bucketed")
-    rules = default_rules(expert_parallel=True)
-    matmuls = GroupedMatmuls(kernel, on_mesh=True, split=True)
+def in_rounds(kernel, arguments, over_tensor=False):
+    """The program (tokens, weights, up, down, experts, gradient) -> (result, its gradients), of all replicas.
+
+    `over_tensor`: each of their tensor ranks has whole experts.
+    """
+    members, axes = (REPLICAS * TENSOR, ("expert", "tensor")) if over_tensor else (REPLICAS, ("expert",))
+    group = ExpertGroup(members, P(None, "tensor", None), TENSOR, "bucketed", axes=axes)
+    rules = default_rules(expert_parallel=True, experts_over_tensor=over_tensor)
+    matmuls = GroupedMatmuls(kernel, on_mesh=True, split=not over_tensor, over_groups=over_tensor)
     context = ModelContext(experts=group, constrain=rules.constrain, grouped_matmuls=matmuls)
     plain = ModelContext()
     graph, state = nnx.split(nnx.eval_shape(lambda: Experts(CONFIG, jax.random.key(0), plain)))
@@ -99,18 +103,19 @@ def dense(tokens, weights, up, down, experts, gradient):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [XLA, pytest.param(INTERPRETED, marks=pytest.mark.slow)], ids=["xla", "pallas"])
+@pytest.mark.parametrize("over_tensor", [False, True], ids=["replicas", "tensor ranks"])
 @pytest.mark.parametrize("first", [1.0, pytest.param(1.5, marks=pytest.mark.slow)], ids=["all_to_all", "gather"])
-def test_any_load_equals_the_dense_reference(monkeypatch, kernel, first):
+def test_any_load_equals_the_dense_reference(monkeypatch, kernel, first, over_tensor):
     """And all members of a group run as many rounds: the program's collectives are consistent.
 
     With room for 1.5 times balanced loads all tokens of a replica have places on each other one, which gathers them then.
     """
     monkeypatch.setattr(expert_rounds, "FIRST", first)
     gathers = expert_rounds.Rounds.of(ExpertGroup(REPLICAS, shards=TENSOR), Choice(EXPERTS, CHOICES), SAMPLES * LENGTH)
-    assert (gathers.room == gathers.tokens) == (first == 1.5) and not gathers.suffices
+    assert (gathers.room == gathers.tokens) == (first == 1.5) and not gathers.suffices  # of replicas
     monkeypatch.setattr(Router, "__call__", lambda self, y, microbatch: (microbatch["weights"], microbatch["experts"]))
     values, gradient = drawn()
-    program = in_rounds(kernel, (*values, loads()["none"], gradient))
+    program = in_rounds(kernel, (*values, loads()["none"], gradient), over_tensor)
     verdict = collective_order.check(compiled_text(program))
     assert verdict.consistent and verdict.shared > 0, verdict
     for name, experts in loads().items():

@@ -70,6 +70,26 @@ def test_on_a_tensor_group(kernel, split):
         check(GroupedMatmuls(kernel, True, split))
 
 
+@pytest.mark.parametrize("kernel", [XLA, pytest.param(INTERPRETED, marks=pytest.mark.slow)])
+def test_on_a_tensor_group_whose_ranks_have_whole_kernels(kernel):
+    """Each of two ranks has one of the groups, and rows of its own: the tokens' results are the sums of both."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    how = GroupedMatmuls(kernel, True, over_groups=True)
+    ranks = jnp.arange(GROUPS)[:, None]
+    routing = jax.vmap(lambda groups: route(groups, 1))(jnp.where(CHOSEN == ranks, 0, 1))
+
+    def run(x, up, down):
+        middle = how.column(jnp.broadcast_to(x, (GROUPS, *x.shape)), up, routing)
+        return how.row(middle[:, :, 0] * middle[:, :, 1], down, routing, TOKENS).sum(0)
+
+    *given, slopes = arrays()
+    with jax.set_mesh(mesh):
+        out, transpose = jax.vjp(jax.jit(run), *given)
+        found = out, *transpose(jnp.asarray(slopes))
+    for value, expected in zip(found, in_numpy(*given, slopes), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_are_read_by_their_index_alone():
     """No comparison with 0, an array that XLA shares between a merged tick's passes: it then joins their kernels."""
     routing, x = route(CHOSEN, GROUPS, 9), np.ones((TOKENS, INTO), np.float32)

@@ -179,7 +179,9 @@ def test_with_a_128k_vocabulary_every_stage_has_an_eighth_of_megatrons_last_stag
     held = 4 + 8 + 4 + 2  # bytes of an element: fp32, AdamW's moments, gradient, and in 16 bit
     # Not all of the logits: with "pipe" they are small, and the peak is in the blocks, which need memory of their own.
     logits = 2 * tokens * vocabulary
-    assert (1 - 1 / STAGES) * held * table < peaks["tensor"] - peaks["pipe"] < (1 - 1 / STAGES) * (held * table + logits)
+    assert (
+        (1 - 1 / STAGES) * held * table < peaks["tensor"] - peaks["pipe"] < (1 - 1 / STAGES) * (held * table + logits)
+    )
 
 
 def test_token_scores_are_numpys_with_ties_and_padded_rows():

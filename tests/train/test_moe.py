@@ -67,6 +67,15 @@ EXPERT_LONG = [
     (PLAIN, ((2, 1, 4), "interleaved_1f1b", 1, 4, {"expert": 2, "tensor_overlap": "ring"})),
     (PLAIN, ((2, 2, 2), "interleaved_1f1b", 2, 4, {"expert": 2, "sequence_parallel": False})),
 ]
+# With whole experts of tensor ranks (`--expert-tensor 1`).
+OVER_TENSOR = [
+    (PLAIN, ((1, 1, 4), "1f1b", 1, 4, {"expert": 4, "recompute": "full"})),
+    (UNEVEN, ((4, 1, 2), "zb_h1", 1, 4, {"expert": 2, "zero": 3})),
+    (UNEVEN, ((2, 2, 2), "interleaved_1f1b", 2, 4, {"expert": 2, "recompute": "none"})),
+    (PLAIN, ((2, 1, 2), "1f1b", 1, 2, {"expert": 4, "context": 2, "context_exchange": "all_to_all"})),
+    (PLAIN, ((2, 2, 2), "zb_v", 2, 4, {"expert": 4, "zero": 1})),
+    (PLAIN, ((2, 2, 2), "dualpipe_v", 2, 4, {"expert": 4})),
+]
 DROPPING_LONG = [
     ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 1}),
     ((4, 2, 1), "1f1b", 1, 4, {"expert": 2, "recompute": "full"}),
@@ -74,6 +83,7 @@ DROPPING_LONG = [
     ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 1, "expert_dispatch": "all_to_all"}),
     ((4, 2, 1), "1f1b", 1, 4, {"expert": 2, "recompute": "full", "expert_dispatch": "all_to_all"}),
     ((4, 1, 2), "1f1b", 1, 4, {"expert": 2, "sequence_parallel": False, "expert_dispatch": "all_to_all"}),
+    ((4, 1, 2), "1f1b", 1, 4, {"expert": 4, "expert_tensor": 1, "expert_dispatch": "all_to_all"}),
     ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 1, "expert_dispatch": "bucketed"}),
 ]
 EXPERT_GRID = [
@@ -161,6 +171,15 @@ def test_dispatch_by_all_to_all(config, case, dispatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["gather", "all_to_all", "bucketed"])
+@pytest.mark.parametrize(("config", "case"), [pytest.param(*case, id=str(case[1])) for case in OVER_TENSOR])
+def test_tensor_ranks_that_split_the_experts(config, case, dispatch):
+    """Attention is split over tensor; each of its ranks has whole experts, alone or with those of other replicas."""
+    *sizes, options = case
+    check(config, (*sizes, options | {"expert_tensor": 1, "expert_dispatch": dispatch}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["gather", "all_to_all", "bucketed"])
 @pytest.mark.parametrize("case", [((4, 2, 1), "zb_v", 2, 4), ((4, 1, 2), "1f1b", 1, 4)], ids=str)
 def test_routing_limited_to_groups_of_experts(case, dispatch):
     """A token is sent to two of four replicas at most, though it has three experts."""
@@ -172,6 +191,11 @@ def test_routing_limited_to_groups_of_experts(case, dispatch):
 def test_inputs_of_experts_are_weighted(how):
     """As Llama 4's are."""
     check(dense_experts.INPUTS, ((2, 2, 1), "zb_h1", 1, 4, {"recompute": "none"} | how))
+
+
+@pytest.mark.slow
+def test_inputs_of_tensor_ranks_experts_are_weighted():
+    check(dense_experts.INPUTS, ((1, 1, 2), "1f1b", 1, 4, {"expert": 2, "expert_tensor": 1}))
 
 
 @pytest.mark.parametrize("case", slow(DROPPING_LONG), ids=str)
@@ -193,6 +217,8 @@ IN_PLACE = [
     (((2, 2, 1), "1f1b", 1, 4, {"expert": 2, "expert_dispatch": "bucketed"}), True),
     (((2, 2, 1), "interleaved_1f1b", 2, 4, {"expert": 2, "expert_dispatch": "bucketed", "recompute": "full"}), True),
     (((2, 1, 2), "1f1b", 1, 4, {"zero": 3}), False),
+    (((2, 1, 2), "interleaved_1f1b", 1, 4, {"expert": 2, "expert_tensor": 1, "zero": 1}), True),
+    (((1, 2, 2), "1f1b", 1, 4, {"expert": 2, "expert_tensor": 1, "expert_dispatch": "bucketed"}), True),
     (((1, 1, 1), "interleaved_1f1b", 1, 2, {"recompute": "none"}), True),
 ]
 
@@ -218,6 +244,7 @@ ONE_PASS = [
     (((2, 2, 1), "interleaved_1f1b", 2, 4, {"expert": 2, "expert_dispatch": "bucketed"}), True),
     (((1, 4, 1), "interleaved_1f1b", 1, 4, {"zero": 1}), True),
     (((2, 2, 1), "1f1b", 1, 4, {"expert": 2, "recompute": "full"}), False),
+    (((2, 1, 2), "interleaved_1f1b", 1, 4, {"expert": 2, "expert_tensor": 1, "expert_dispatch": "bucketed"}), True),
 ]
 
 
@@ -250,6 +277,7 @@ CURVES = [
     ((2, 2, 2), "interleaved_1f1b", 2, 4, {"expert": 2}),
     ((2, 2, 2), "zb_h1", 1, 4, {"expert": 2, "expert_dispatch": "all_to_all"}),
     ((2, 2, 2), "dualpipe_v", 2, 4, {"expert": 2, "expert_dispatch": "bucketed"}),
+    ((2, 2, 2), "1f1b", 1, 4, {"expert": 2, "expert_tensor": 1, "expert_dispatch": "all_to_all"}),
 ]
 
 
