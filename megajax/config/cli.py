@@ -224,14 +224,12 @@ def parse(
       ConfigError: an option that does not exist, or a value that cannot be read.
       ScheduleError: a schedule's file or a file to import that cannot be read.
     """
-    program, importer, for_imports = None, None, False
-    if isinstance(description, Experiment):
-        program, importer, for_imports = description.program, description.importer, description.defaults_for_imports
-        description, defaults, recipes = description.description, description.defaults, description.recipes
-    defaults = defaults or {}
+    if not isinstance(description, Experiment):
+        description = Experiment(description, defaults or {}, recipes or {})
+    experiment, defaults = description, description.defaults
     first = first_parser().parse_known_args(arguments)[0]
     import_user_files(first.imports)  # before the options are checked: the files register schedules and models
-    parser = make_parser(description, defaults, program)
+    parser = make_parser(experiment.description, defaults, experiment.program)
     saved = load_config(first.config, SAVED) if first.config is not None else {}
     _check_saved(saved, first.config)
     if not first.trust:
@@ -246,7 +244,7 @@ def parse(
         raise ConfigError(
             "warmup_steps and warmup_samples both give the warm-up: omit --warmup-steps or --warmup-samples."
         )
-    base, implied = _imported(passed.get("init_from"), importer)
+    base, implied = _imported(passed.get("init_from"), experiment.importer)
     if any(axis in passed for axis in MESH_AXES):  # one degree on the command line replaces the file's whole mesh
         saved = {name: value for name, value in saved.items() if name not in MESH_AXES}
     if "warmup_steps" in passed:
@@ -255,8 +253,8 @@ def parse(
     if "warmup_steps" in passed:  # samples of the recipe would override them
         passed.setdefault("warmup_samples", None)
     other = {name: passed.pop(name) for name in OTHERS}
-    recipe = (recipes or {}).get(other["model"])
-    if base is not None and not for_imports:
+    recipe = experiment.recipes.get(other["model"])
+    if base is not None and not experiment.defaults_for_imports:
         defaults = {}  # they are for the model that the experiment trains from random weights
     usual = {name: value for name, value in (recipe or defaults).items() if name not in OTHERS} | implied
     if other["new_tokens"] is None:

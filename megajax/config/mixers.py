@@ -98,9 +98,8 @@ def check_mixer_parallel(model: Any, parallel: Any) -> dict[str, int]:
         return {}
     for name, usual in (("context", 1), ("tensor_overlap", "none")):
         if (value := getattr(parallel, name)) != usual:
-            option = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"{name} = {value} cuts sequences, and mixer = {found[0]} passes its state from token to token: pass "
-                f"{option} {usual}."
+                f"{option(name)} {usual}."
             )
     return {"recurrent_groups": model.recurrent_groups}

@@ -31,18 +31,13 @@ def check_split(model: Any, parallel: ParallelConfig) -> None:
             f"{model.unfused_attention} = {value} is not computed by the kernels of "
             f"attention that context = {parallel.context} needs: pass --context 1."
         )
-    if parallel.context > 1 and model.sequence_length % (2 * parallel.context):
-        legal = [1] + [n for n in divisors(model.sequence_length) if n > 1 and model.sequence_length % (2 * n) == 0]
+    tokens, pieces = model.sequence_length, 2 * parallel.context
+    if parallel.context > 1 and tokens % pieces:
+        legal = [1] + [n for n in divisors(tokens) if n > 1 and tokens % (2 * n) == 0]
+        lengths = one_of("sequence_length", multiples(pieces, tokens), tokens)
         raise ConfigError(
-            f"sequence_length = {model.sequence_length} cannot be cut into 2 * context = {2 * parallel.context} "
-            "pieces: pass "
-            + either(
-                one_of("context", legal, parallel.context),
-                one_of(
-                    "sequence_length", multiples(2 * parallel.context, model.sequence_length), model.sequence_length
-                ),
-            )
-            + "."
+            f"sequence_length = {tokens} cannot be cut into 2 * context = {pieces} pieces: pass "
+            f"{either(one_of('context', legal, parallel.context), lengths)}."
         )
     split = {"heads": model.heads, "kv_heads": model.key_value_heads, "feedforward": model.feedforward_size}
     groups = model.key_value_heads

@@ -15,7 +15,7 @@ LLAMA2_VOCABULARY, LLAMA3_VOCABULARY, QWEN_VOCABULARY, SMOLLM2_VOCABULARY = 3200
 
 
 def released_model(
-    layers: int, hidden: int, heads: int, kv_heads: int, feedforward: int, vocabulary: int, **more: Any
+    layers: int, hidden: int, heads: int, kv_heads: int | None, feedforward: int, vocabulary: int, **more: Any
 ) -> dict:
     """RMS norms, SwiGLU, rotary positions, no biases, 8,192 tokens, unless `more` says otherwise."""
     fields = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "feedforward": feedforward}
@@ -24,21 +24,11 @@ def released_model(
 
 
 def _llama(layers: int, hidden: int, heads: int, feedforward: int, vocabulary: int, length: int, **more: Any) -> dict:
-    """RMS norms, SwiGLU, rotary positions, no biases; an own output head unless `more` says otherwise."""
-    fields = {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "feedforward": feedforward,
-        "vocabulary": vocabulary,
-        "sequence_length": length,
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "positions": "rotary",
-        "tied_embeddings": False,
-        "biases": False,
-    }
-    return fields | more
+    """As `released_model`, with keys and values of all heads unless `more` says otherwise."""
+    kv_heads = more.pop("kv_heads", None)
+    return released_model(
+        layers, hidden, heads, kv_heads, feedforward, vocabulary, **{"sequence_length": length, **more}
+    )
 
 
 def _llama3(layers: int, hidden: int, heads: int, feedforward: int, factor: float | None = None, **more: Any) -> dict:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megajax.config.errors import ConfigError
+from megajax.config.errors import ConfigError, option
 from megajax.config.fields import check_fields, setting
 
 __all__ = ["LogitsRules", "SampleConfig"]
@@ -31,8 +31,9 @@ class SampleConfig:
         check_fields(self)
         for name, low in (("top_p", "above 0"), ("min_p", "0 or more")):
             if (value := getattr(self, name)) > 1:
-                option = "--" + name.replace("_", "-")
-                raise ConfigError(f"{name} = {value} must be {low} and at most 1: pass {option} with such a value.")
+                raise ConfigError(
+                    f"{name} = {value} must be {low} and at most 1: pass {option(name)} with such a value."
+                )
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,6 @@ def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 
     def absolute(name: str, word: str) -> str:
         named_first = name in NAMES and not ("." in word or os.sep in word)
-        if is_store(word):
-            return word
         exists = name in WRITTEN or (_is_path(name, word) and _exists(word))
         return os.path.abspath(word) if exists and not named_first else word
 
@@ -50,8 +48,6 @@ def store_paths(values: Mapping[str, Any], run_directory: pathlib.Path | None) -
     """The values as a run's config.toml has them: absolute, and inside the run directory relative to it."""
 
     def stored(name: str, word: str) -> str:
-        if is_store(word):
-            return word
         path = pathlib.Path(word)
         inside = run_directory is not None and path.is_absolute() and path.is_relative_to(run_directory)
         return path.relative_to(run_directory).as_posix() if inside else word
@@ -63,8 +59,6 @@ def resolve_paths(values: Mapping[str, Any], directory: pathlib.Path) -> dict[st
     """The values of a configuration file in `directory`, with its relative paths resolved."""
 
     def resolved(name: str, word: str) -> str:
-        if is_store(word):
-            return word
         path = os.path.join(directory, word)
         return os.path.abspath(path) if _is_path(name, word) and _exists(path) else word
 
@@ -86,13 +80,14 @@ def _exists(path: str) -> bool:
 
 
 def _changed(name: str, value: Any, change: Any) -> Any:
-    """The value with `change(name, word)` for each word of a field that holds paths."""
+    """The value with `change(name, word)` for each word of a field that holds paths; those in object stores stay."""
     if name not in PATH_FIELDS:
         return value
+    changed = lambda word: word if is_store(word) else change(name, word)  # noqa: E731
     if isinstance(value, str):
-        return change(name, value)
+        return changed(value)
     if not isinstance(value, tuple | list) or not all(isinstance(word, str) for word in value):
         return value
     sets = [NAMED.fullmatch(word) if name in WITH_NAMES else None for word in value]
     pairs = zip(sets, value, strict=True)
-    return type(value)(f"{one[1]}={change(name, one[2])}" if one else change(name, word) for one, word in pairs)
+    return type(value)(f"{one[1]}={changed(one[2])}" if one else changed(word) for one, word in pairs)

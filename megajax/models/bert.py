@@ -23,18 +23,15 @@ from jax import lax
 
 from megajax.config import BertConfig
 from megajax.config.batch_ramp import PADDING
-from megajax.config.lora import is_base
-from megajax.models import remat
 from megajax.models.costs import Matmul, ModelCosts, Parameters
 from megajax.models.dropout import Dropout
 from megajax.models.feedforward import ACTIVATIONS, Linear
 from megajax.models.gpt import LOGITS, TABLE, Embedding, token_table
 from megajax.models.ids import Ids
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
-from megajax.models.mixers.attention import with_rotary_table
-from megajax.models.nnx_model import NNXModel, named_key, parameter
+from megajax.models.nnx_model import named_key, parameter
 from megajax.models.norms import Norm
-from megajax.models.transformer import Block
+from megajax.models.transformer import TransformerModel
 from megajax.models.transformer_costs import transformer_costs
 from megajax.ops.linear import GATHERED, RESIDUAL, add_bias
 from megajax.ops.vocabulary import cross_entropy, mask_padding
@@ -65,27 +62,28 @@ class BertHead(nnx.Module):
 
     def __init__(self, config: BertConfig, key: jax.Array, context: ModelContext):
         self.config, self.constrain, self.ranks = config, context.constrain, context.vocabulary.ranks
-        square = {"hidden": config.hidden}, {"_hidden": config.hidden}, config.init_deviation, config.biases
+        hidden = {"hidden": config.hidden}
+
+        def linear(name: str, axis: str, size: int) -> Linear:
+            return Linear(named_key(key, name), hidden, {axis: size}, config.init_deviation, config.biases)
+
         if not config.post_norm:
             self.norm = Norm(config)
         if config.has_masked_lm:
-            self.transform, self.transform_norm = Linear(named_key(key, "transform"), *square), Norm(config)
+            self.transform, self.transform_norm = linear("transform", "_hidden", config.hidden), Norm(config)
             table = token_table(named_key(key, "vocabulary"), config, context)
             if not config.tied_embeddings:
                 self.vocabulary = parameter(table, *TABLE)
             if config.has_masked_lm_bias:
                 self.bias = parameter(jnp.zeros(len(table)), TABLE[0], decay=False)
         if config.has_pooler:
-            self.pooler = Linear(named_key(key, "pooler"), *square)
+            self.pooler = linear("pooler", "_hidden", config.hidden)
         if config.has_order:
-            orders = {"hidden": config.hidden}, {"_orders": 2}, config.init_deviation, config.biases
-            self.order = Linear(named_key(key, "order"), *orders)
+            self.order = linear("order", "_orders", 2)
         if config.has_classifier:
-            classes = {"hidden": config.hidden}, {"_classes": config.scores}, config.init_deviation, config.biases
-            self.classifier = Linear(named_key(key, "classifier"), *classes)
+            self.classifier = linear("classifier", "_classes", config.scores)
         if config.has_spans:
-            ends = {"hidden": config.hidden}, {"_ends": 2}, config.init_deviation, config.biases
-            self.spans = Linear(named_key(key, "spans"), *ends)
+            self.spans = linear("spans", "_ends", 2)
 
     def states(self, y: jax.Array) -> jax.Array:
         """The last block's output [b, split s, h], normed."""
@@ -209,7 +207,7 @@ def has_first_place(microbatch: Microbatch) -> jax.Array:
 
 
 @register_model(BertConfig)
-class BERT(NNXModel):
+class BERT(TransformerModel):
     """Masked words and sentence order with the blocks of `megajax.models.transformer`.
 
     Initial values: as GPT's. Batches: "tokens", "types", "labels" int32 and "weights" fp32 [b, s]; "padding" int32 [b], the
@@ -224,18 +222,8 @@ class BERT(NNXModel):
     the question, the others 0.
     """
 
-    block_module = Block
     shared_module = BertShared
-    saved_names = remat.MODES
     vocabulary_over_pipe = True
-
-    def trains(self, name: str, of: nnx.Param) -> bool:
-        """With adapters, these and a task's head."""
-        return super().trains(name, of) and not is_base(self.config, name)
-
-    def prepare_microbatch(self, microbatch: Microbatch) -> Microbatch:
-        """With rotary positions, also their table."""
-        return with_rotary_table(self.config, microbatch, microbatch["tokens"].shape[1])
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of one sample."""
@@ -280,11 +268,11 @@ class BERT(NNXModel):
 
     def states(self, shared: Tree, y: jax.Array) -> jax.Array:
         """The encoder's output, fp32 [b, s, h], of the last block's: what transformers calls last_hidden_state."""
-        return nnx.merge(self._shared[0], shared).head.states(y).astype(jnp.float32)
+        return self.merged_shared(shared).head.states(y).astype(jnp.float32)
 
     def order_logits(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> jax.Array:
         """Scores of segments in order and swapped, fp32 [b, 2]; with context ranks, of the first token's rank only."""
-        head = nnx.merge(self._shared[0], shared).head
+        head = self.merged_shared(shared).head
         return head.order_logits(head.states(y), first_places(microbatch))
 
     def class_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
@@ -292,14 +280,14 @@ class BERT(NNXModel):
 
         0 on context ranks without the first token.
         """
-        modules = nnx.merge(self._shared[0], shared)
+        modules = self.merged_shared(shared)
         logits = modules.class_logits(y, microbatch)
         best = logits.argmax(-1).astype(jnp.int32)
         return modules.class_losses(logits, microbatch), jnp.where(modules.per_choice(microbatch)[2], best, 0)
 
     def span_scores(self, shared: Tree, y: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, jax.Array]:
         """Losses, fp32 [b], and scores of the first and the last token, fp32 [b, s, 2]; 0 on the other context ranks."""
-        modules = nnx.merge(self._shared[0], shared)
+        modules = self.merged_shared(shared)
         logits, counts = modules.span_logits(y), has_first_place(microbatch)
         return modules.span_losses(logits, microbatch), jnp.where(counts[:, None, None], logits, 0)
 
@@ -315,8 +303,3 @@ class BERT(NNXModel):
     def fusable_attention(cls, config: BertConfig) -> FusableAttention:
         """The heads' size and dropout, for attention in both directions; with windows no kernel has it."""
         return FusableAttention(config.head_dimension, config.dropout, causal=False, unfused=config.unfused_attention)
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens, without padding."""
-        return self.config.vocabulary

@@ -15,19 +15,18 @@ import numpy as np
 from flax import nnx
 
 from megajax.config import ModelConfig, padded_vocabulary
-from megajax.config.lora import is_base
 from megajax.config.mixers import RECURRENT
-from megajax.models import moe, mtp, remat
+from megajax.models import moe, mtp
 from megajax.models.costs import ModelCosts
 from megajax.models.dropout import Dropout
 from megajax.models.ids import Ids
 from megajax.models.interface import FusableAttention, Microbatch, ModelContext, Tree, register_model
-from megajax.models.mixers.attention import cache_arrays, with_rotary_table
+from megajax.models.mixers.attention import cache_arrays
 from megajax.models.mixers.latent import latent_cache
 from megajax.models.mixers.recurrent import state_arrays
-from megajax.models.nnx_model import NNXModel, named_key, parameter
+from megajax.models.nnx_model import named_key, parameter
 from megajax.models.norms import Norm
-from megajax.models.transformer import Block
+from megajax.models.transformer import TransformerModel
 from megajax.models.transformer_costs import transformer_costs
 from megajax.ops.attention import softcapped
 from megajax.ops.cached_attention import CachedArray
@@ -180,7 +179,7 @@ def token_table(key: jax.Array, config: ModelConfig, context: ModelContext) -> j
 
 
 @register_model(ModelConfig)
-class GPT(NNXModel):
+class GPT(TransformerModel):
     """Next-token prediction with the blocks of `megajax.models.transformer`.
 
     Initial values: normal with config.init_deviation; the two projections into the residual scaled by 1/sqrt(2 layers);
@@ -188,16 +187,10 @@ class GPT(NNXModel):
     which seeds its dropout; and optionally "positions" and "document" [b, s] (`mixers.attention.Attention`).
     """
 
-    block_module = Block
     shared_module = Shared
-    saved_names = remat.MODES
     vocabulary_over_pipe = True
     has_loss_options = True
     scaled_arrays = moe.SCALED
-
-    def trains(self, name: str, of: nnx.Param) -> bool:
-        """With adapters, only these."""
-        return super().trains(name, of) and not is_base(self.config, name)
 
     @property
     def measured_kind(self) -> str | None:
@@ -224,10 +217,6 @@ class GPT(NNXModel):
         if rate and "expert_load" in measurements:
             updates = moe.move_biases(updates, measurements["expert_load"], rate)
         return mtp.move_biases(updates, further, rate) if rate and "expert_load" in further else updates
-
-    def prepare_microbatch(self, microbatch: Microbatch) -> Microbatch:
-        """With rotary positions, also their table."""
-        return with_rotary_table(self.config, microbatch, microbatch["tokens"].shape[1])
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of one sample."""
@@ -277,8 +266,3 @@ class GPT(NNXModel):
         return FusableAttention(
             config.head_dimension, config.dropout, window, value_size=config.value_dimension, **more
         )
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens, without padding."""
-        return self.config.vocabulary

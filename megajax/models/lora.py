@@ -77,16 +77,11 @@ class Adapters(nnx.Module):
             inner = {"output": ("heads", None), "down": ("feedforward",)}
             whole = ("batch", "whole_sequence", *inner[self.matmul]) if is_row else RESIDUAL
             x = drop(x, f"lora_{self.matmul}", *whole)
-        each = [getattr(self, name) for name in self.names]
-        a = jnp.concatenate([one.a[...] for one in each], -1) if len(each) > 1 else each[0].a[...]
+        a = jnp.concatenate([getattr(self, name).a[...] for name in self.names], -1)
         z = jnp.tensordot(x, a.astype(x.dtype), self.axes) * jnp.asarray(self.scale, x.dtype)
         z = self.constrain(z, "batch", "sequence", None)
         z = z if is_row else self.constrain(z, "batch", "whole_sequence", None)
-        b = (
-            jnp.concatenate([self._whole(name) for name in self.names], 0)
-            if len(each) > 1
-            else self._whole(self.names[0])
-        )
+        b = jnp.concatenate([self._whole(name) for name in self.names], 0)
         return self.constrain(jnp.tensordot(z, b.astype(x.dtype), 1), *(RESIDUAL if is_row else axes))
 
     def _whole(self, name: str) -> jax.Array:

@@ -118,10 +118,12 @@ class NNXModel(PipelineModel):
 
     def logical_axes(self) -> Tree:
         """From the parameters' metadata."""
-        return {
-            "blocks": self._map_blocks(lambda p: ("layers", *_axes(p))),
-            "shared": _map_parameters(_axes, self._shared[1]),
-        }
+
+        def axes(name: str, of: nnx.Param) -> tuple[str | None, ...]:
+            own = of.get_metadata().get("logical_axes", (None,) * len(of.shape))
+            return ("layers", *own) if name.startswith("blocks/") else own
+
+        return self._map_named(axes)
 
     def decays(self, name: str, of: nnx.Param) -> bool:
         """Whether weight decay applies to a parameter of a name such as "blocks/attention/query/bias"; see `decay_mask`.
@@ -150,20 +152,11 @@ class NNXModel(PipelineModel):
 
     def fp32_mask(self) -> Tree:
         """From the parameters' metadata."""
-        return self._flags("fp32")
+        return self._map_named(lambda _, of: of.get_metadata().get("fp32", False))
 
     def lookup_mask(self) -> Tree:
         """From the parameters' metadata."""
-        return self._flags("looked_up")
-
-    def _flags(self, name: str) -> Tree:
-        """A flag of each parameter's metadata."""
-        of = lambda p: p.get_metadata().get(name, False)  # noqa: E731
-        return {"blocks": self._map_blocks(of), "shared": _map_parameters(of, self._shared[1])}
-
-    def _map_blocks(self, of: Callable[[nnx.Param], Any]) -> Tree:
-        """`of` each parameter of the blocks."""
-        return _by_kind({kind: _map_parameters(of, block[1]) for kind, block in self._blocks.items()})
+        return self._map_named(lambda _, of: of.get_metadata().get("looked_up", False))
 
     def embed(self, shared: Tree, microbatch: Microbatch) -> Activations:
         """The shared module's `embed`."""
@@ -212,7 +205,7 @@ class NNXModel(PipelineModel):
             graphs = [
                 graph
                 for graph, parameters in self._blocks.values()
-                if jax.tree.structure(_map_parameters(lambda _: 0, parameters)) == found
+                if jax.tree.structure(_map_named(lambda *_: 0, parameters, "blocks")) == found
             ]
             assert len(graphs) == 1, "kinds of layers must differ in the structure of their parameters"
         return nnx.merge(graphs[0], weights)
@@ -244,17 +237,8 @@ def _values(module: nnx.Module) -> Tree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def _map_parameters(of: Callable[[nnx.Param], Any], tree) -> Tree:
-    """A nested dictionary of `of` each parameter in an NNX state."""
-    return {name: of(node) if isinstance(node, nnx.Param) else _map_parameters(of, node) for name, node in tree.items()}
-
-
-def _axes(p: nnx.Param) -> tuple[str | None, ...]:
-    return p.get_metadata().get("logical_axes", (None,) * len(p.shape))
-
-
 def _map_named(of: Callable[[str, nnx.Param], Any], tree, path: str) -> Tree:
-    """As `_map_parameters`, of each parameter's path and itself."""
+    """A nested dictionary of `of` each parameter's path and itself, in an NNX state."""
     below = lambda name, node: _map_named(of, node, f"{path}/{name}")  # noqa: E731
     leaf = lambda name, node: of(f"{path}/{name}", node)  # noqa: E731
     return {name: (leaf if isinstance(node, nnx.Param) else below)(name, node) for name, node in tree.items()}

@@ -11,7 +11,7 @@ from megajax.config import ModelConfig
 from megajax.models.nnx_model import parameter
 from megajax.ops.norm import norm
 
-__all__ = ["HeadNorm", "Norm", "ProjectionNorm", "unweighted_norm"]
+__all__ = ["Norm", "ProjectionNorm", "ReplicatedNorm", "unweighted_norm"]
 
 
 def initial_scale(config: ModelConfig, *shape: int) -> jax.Array:
@@ -53,16 +53,17 @@ class Norm(nnx.Module):
         )
 
 
-class HeadNorm(nnx.Module):
-    """RMS norm over the elements of each head, in fp32; one scale for all heads (Qwen3)."""
+class ReplicatedNorm(nnx.Module):
+    """RMS norm over the last axis, in fp32, whose scale all devices have: of each head (Qwen3), or of a latent."""
 
-    def __init__(self, config: ModelConfig):
-        self.config = config
-        self.scale = parameter(initial_scale(config, config.head_dimension), None, decay=False)
+    def __init__(self, config: ModelConfig, size: int, epsilon: float):
+        """`size`: of the last axis."""
+        self.config, self.epsilon = config, epsilon
+        self.scale = parameter(initial_scale(config, size), None, decay=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Norms x [..., d]; the result has x's type."""
-        return norm(x, scale_of(self.config, self.scale), None, False, self.config.norm_epsilon)
+        """Norms x [..., size]; the result has x's type."""
+        return norm(x, scale_of(self.config, self.scale), None, False, self.epsilon)
 
 
 class ProjectionNorm(nnx.Module):

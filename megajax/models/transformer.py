@@ -9,7 +9,7 @@ With "groups", "heads" and "feedforward" on the tensor axis this is Megatron's c
     x [sequence split] -> norm -> (all-gather) -> qkv, attention -> output -> (reduce-scatter) -> + x
                        -> norm -> (all-gather) -> up, activation -> down   -> (reduce-scatter) -> + x
 
-`megajax.models.gpt` builds a `PipelineModel` from the modules.
+`megajax.models.gpt` and `megajax.models.bert` have the models of these blocks.
 """
 
 import jax
@@ -18,19 +18,21 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
+from megajax.config.lora import is_base
+from megajax.models import remat
 from megajax.models.dropout import Dropout
 from megajax.models.feedforward import FeedForward
 from megajax.models.interface import Microbatch, ModelContext
-from megajax.models.mixers.attention import Attention
+from megajax.models.mixers.attention import Attention, with_rotary_table
 from megajax.models.mixers.latent import LatentAttention
 from megajax.models.mixers.recurrent import GatedDelta, Mamba2
 from megajax.models.moe import Experts
-from megajax.models.nnx_model import named_key
+from megajax.models.nnx_model import NNXModel, named_key
 from megajax.models.norms import Norm
 from megajax.ops.cached_attention import Cache
 from megajax.ops.linear import RESIDUAL
 
-__all__ = ["Block"]
+__all__ = ["Block", "TransformerModel"]
 
 MIXERS = {"attention": Attention, "mamba2": Mamba2, "gated_delta": GatedDelta}
 
@@ -110,3 +112,23 @@ class Block(nnx.Module):
         if post_norm:
             x = self.feedforward_norm(checkpoint_name(self.constrain(x, *RESIDUAL), "output_residual"))
         return self.constrain(x, *RESIDUAL), entries
+
+
+class TransformerModel(NNXModel):
+    """What all models of these blocks have; a subclass adds its shared module, batches and losses."""
+
+    block_module = Block
+    saved_names = remat.MODES
+
+    def trains(self, name: str, of: nnx.Param) -> bool:
+        """With adapters, only these, and of BERT a task's head."""
+        return super().trains(name, of) and not is_base(self.config, name)
+
+    def prepare_microbatch(self, microbatch: Microbatch) -> Microbatch:
+        """With rotary positions, also their table."""
+        return with_rotary_table(self.config, microbatch, microbatch["tokens"].shape[1])
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens, without padding."""
+        return self.config.vocabulary

@@ -1,6 +1,6 @@
 """Names of options that people try and that belong to no single tool."""
 
-from megajax.config.foreign.entry import EPOCHS, GLOBAL, Entry
+from megajax.config.foreign.entry import EPOCHS, GLOBAL, NODES, Entry
 
 COMMON: dict[str, Entry] = {
     "--lr": ("--learning-rate", ""),
@@ -54,14 +54,8 @@ COMMON: dict[str, Entry] = {
     "--n-gpus": ("--devices gpu", "all visible GPUs are used: CUDA_VISIBLE_DEVICES chooses them"),
     "--accelerator": ("--devices", "gpu, cpu or cpu:COUNT"),
     "--use-cpu": ("--devices cpu:8", "the number of CPU devices"),
-    "--nnodes": (
-        "--processes",
-        "with --coordinator and --process-id; megajax launch --nodes MIN:MAX supervises a host",
-    ),
-    "--num-nodes": (
-        "--processes",
-        "with --coordinator and --process-id; megajax launch --nodes MIN:MAX supervises a host",
-    ),
+    "--nnodes": ("--processes", NODES),
+    "--num-nodes": ("--processes", NODES),
     "--nproc-per-node": (
         "--processes",
         "one process can drive all GPUs of a host; megajax launch starts one for each GPU",

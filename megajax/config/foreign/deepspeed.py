@@ -1,8 +1,6 @@
 """Options of DeepSpeed: its launcher's, and the keys of its configuration file, with a dot between their levels."""
 
-from megajax.config.foreign.entry import ALWAYS, GLOBAL, Entry
-
-NODES = "with --coordinator and --process-id; megajax launch --nodes MIN:MAX supervises a host"
+from megajax.config.foreign.entry import ALWAYS, GLOBAL, NODES, Entry
 
 DEEPSPEED: dict[str, Entry] = {
     "--deepspeed_config": ("--config FILE", "a config.toml that megajax wrote; this table has the keys of DeepSpeed's"),

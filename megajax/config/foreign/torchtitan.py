@@ -2,6 +2,8 @@
 
 from megajax.config.foreign.entry import ALWAYS, Entry
 
+UNEVEN = "not needed: the last and the first stage have fewer layers if the stages do not divide them"
+
 TORCHTITAN: dict[str, Entry] = {
     "--module": ("--model", "a preset"),
     "--model.name": ("--model", "a preset"),
@@ -45,18 +47,9 @@ TORCHTITAN: dict[str, Entry] = {
     ),
     "--parallelism.pipeline_parallel_schedule_csv": ("--schedule FILE.csv", "the same notation"),
     "--parallelism.pipeline_parallel_layers_per_stage": ("--chunks", "= layers / (pipe * this)"),
-    "--parallelism.pipeline_parallel_first_stage_less_layers": (
-        "",
-        "not needed: the last and the first stage have fewer layers if the stages do not divide them",
-    ),
-    "--parallelism.pipeline_parallel_last_stage_less_layers": (
-        "",
-        "not needed: the last and the first stage have fewer layers if the stages do not divide them",
-    ),
-    "--parallelism.module_fqns_per_model_part": (
-        "",
-        "not needed: the last and the first stage have fewer layers if the stages do not divide them",
-    ),
+    "--parallelism.pipeline_parallel_first_stage_less_layers": ("", UNEVEN),
+    "--parallelism.pipeline_parallel_last_stage_less_layers": ("", UNEVEN),
+    "--parallelism.module_fqns_per_model_part": ("", UNEVEN),
     "--parallelism.fsdp_reshard_after_forward": ("", "not needed: --zero 3 gathers weights again in the backward pass"),
     "--parallelism.context_parallel_load_balancer": ("", "not needed: causal attention is balanced over --context"),
     "--parallelism.pipeline_parallel_microbatch_size": ("--microbatch-size", ""),

@@ -18,7 +18,7 @@ from megajax.models.feedforward import Linear
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.lora import adapters
 from megajax.models.nnx_model import named_key, parameter
-from megajax.models.norms import HeadNorm, ProjectionNorm, unweighted_norm
+from megajax.models.norms import ProjectionNorm, ReplicatedNorm, unweighted_norm
 from megajax.models.rotary import of_layer, rotary_tables, rotate, table_of_layer
 from megajax.ops.attention import Scoring, plain_attention
 from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
@@ -57,7 +57,8 @@ class Attention(nnx.Module):
             self.sinks = parameter(sinks, "groups" if is_split else None, None, decay=False)
         if config.query_key_norm:
             if config.query_key_norm_over == "head":
-                self.query_norm, self.key_norm = HeadNorm(config), HeadNorm(config)
+                self.query_norm = ReplicatedNorm(config, size, config.norm_epsilon)
+                self.key_norm = ReplicatedNorm(config, size, config.norm_epsilon)
             else:
                 self.query_norm = ProjectionNorm(config, groups, config.heads // groups, split=is_split)
                 self.key_norm = ProjectionNorm(config, groups, split=is_split)

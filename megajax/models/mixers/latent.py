@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
@@ -27,30 +26,17 @@ from megajax.models.dropout import Dropout
 from megajax.models.feedforward import Linear
 from megajax.models.interface import Microbatch, ModelContext
 from megajax.models.mixers.attention import Attention, with_rotary_table
-from megajax.models.nnx_model import named_key, parameter
-from megajax.models.norms import initial_scale, scale_of
+from megajax.models.nnx_model import named_key
+from megajax.models.norms import ReplicatedNorm
 from megajax.models.rotary import rotate, table_of_layer
 from megajax.ops.attention import Scoring
 from megajax.ops.cached_attention import Cache, CachedArray, cached_attention
-from megajax.ops.norm import norm
 
 __all__ = ["LatentAttention", "latent_cache"]
 
 EPSILON = 1e-6
 SPLIT, WHOLE = ("batch", "sequence", None), ("batch", "whole_sequence", None)
 HEADS = ("batch", "whole_sequence", "heads", None)
-
-
-class LatentNorm(nnx.Module):
-    """RMS norm of a latent, in fp32."""
-
-    def __init__(self, config: ModelConfig, size: int):
-        self.config = config
-        self.scale = parameter(initial_scale(config, size), None, decay=False)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Norms x [..., size]; the result has x's type."""
-        return norm(x, scale_of(self.config, self.scale), None, False, EPSILON)
 
 
 class LatentAttention(Attention):
@@ -69,12 +55,12 @@ class LatentAttention(Attention):
         queries = {"heads": heads, "_head_size": one.plain + one.rotated}
         if one.query:
             self.query_down = linear("query_down", hidden, {"_latent": one.query})
-            self.query_norm = LatentNorm(config, one.query)
+            self.query_norm = ReplicatedNorm(config, one.query, EPSILON)
             self.query_up = linear("query_up", {"_latent": one.query}, queries)
         else:
             self.query = linear("query", hidden, queries)
         self.key_value_down = linear("key_value_down", hidden, {"_latent": one.key_value + one.rotated})
-        self.key_value_norm = LatentNorm(config, one.key_value)
+        self.key_value_norm = ReplicatedNorm(config, one.key_value, EPSILON)
         both = {"heads": heads, "_key_and_value": one.plain + one.value}
         self.key_value_up = linear("key_value_up", {"_latent": one.key_value}, both)
         joined = {"heads": heads, "_value_size": one.value}
