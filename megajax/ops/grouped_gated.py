@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.gated_down import gated_gradients
-from megajax.ops.grouped_matmul import GroupedMatmuls, Part, Routing, Shard
+from megajax.ops.grouped_matmul import GroupedMatmuls, Part, Routing
 from megajax.ops.in_place import of_part
+from megajax.ops.tensor_shards import Shard
 
 __all__ = ["gated_row"]
 

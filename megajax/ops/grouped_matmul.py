@@ -29,7 +29,7 @@ from megajax.ops.group_order import combine, dispatch, sort_by_group
 from megajax.ops.grouped_fp8 import pallas_into_in_8_bits, pallas_product_in_8_bits, rounded
 from megajax.ops.grouped_kernels import pallas_add, pallas_gradient, pallas_into, pallas_product
 from megajax.ops.in_place import addend, of_part
-from megajax.ops.tensor_shards import TENSOR, on_tensor_shards
+from megajax.ops.tensor_shards import TENSOR, Shard, on_numbered_shards
 from megajax.ops.tokamax_kernels import generation, grouped_product, has_product
 from megajax.runtime.compat_kernels import tokamax_installed
 
@@ -167,21 +167,6 @@ def route(groups: jax.Array, count: int, at_most: int | None = None) -> Routing:
     return Routing(order[:at_most], places, sizes)
 
 
-class Shard(NamedTuple):
-    """How tensor ranks have an array: its partition, and the axis of their numbers, which a rank does not see."""
-
-    spec: P
-    number: int | None = None
-
-    def without_number(self, x: Any) -> Any:
-        """A rank's shard, a pytree, as it sees it."""
-        return x if self.number is None else jax.tree.map(lambda leaf: jnp.squeeze(leaf, self.number), x)
-
-    def with_number(self, x: jax.Array) -> jax.Array:
-        """The reverse."""
-        return x if self.number is None else jnp.expand_dims(x, self.number)
-
-
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmuls:
     """The two matmuls of experts, on the devices of a tensor group.
@@ -218,16 +203,8 @@ class GroupedMatmuls:
         return Shard(P()) if axis is None or not self.split else Shard(P(*[None] * (axis + stacked), TENSOR))
 
     def on_shards(self, local: Callable, given: tuple[Shard, ...], result: Any) -> Callable:
-        """`local` on each tensor rank's shards of its arguments; `result`: of what it returns, a pytree of `Shard`."""
-        if not self.on_mesh:
-            return local
-
-        def own(*arrays):
-            found = local(*(shard.without_number(array) for shard, array in zip(given, arrays, strict=True)))
-            return jax.tree.map(Shard.with_number, result, found, is_leaf=lambda one: isinstance(one, Shard))
-
-        specs = jax.tree.map(lambda one: one.spec, result, is_leaf=lambda one: isinstance(one, Shard))
-        return on_tensor_shards(own, tuple(one.spec for one in given), specs)
+        """`on_numbered_shards`; without a mesh `local`."""
+        return on_numbered_shards(local, given, result) if self.on_mesh else local
 
     @property
     def one_pass(self) -> bool:

@@ -24,6 +24,7 @@ from megajax.pipeline.early_stash import saved_residual, stash_as_computed, stas
 from megajax.pipeline.jaxprs import Addend, fp32_gradients, freed_arguments, reading_in_place, resharding
 from megajax.pipeline.layout import fp32_zeros, in_row_major, vary
 from megajax.pipeline.norm_equations import with_merged_norms
+from megajax.pipeline.options import ExecutorOptions
 from megajax.pipeline.split_backward import Split, split_backward
 from megajax.pipeline.stash import SlotApart, StashRef, empty_stash
 from megajax.pipeline.trained import merge, only_trained, split
@@ -46,9 +47,8 @@ class BlockSteps:
       blocks: the numbers of the stages' blocks.
       cut: like weights, how each weight of a block is sharded over `data` (ZeRO-3). It is all-gathered when its block
         runs, and its gradient is reduce-scattered at once. None: no weight is.
-      in_place, unrolled: as for `stage.Stack`.
-      timed, serial: see `ExecutorOptions`, and `serial_collectives` there.
       trained: mask of the weights that have gradients (`trained.py`). None: all.
+      in_place, unrolled, timed, serial: of `ExecutorOptions`; `serial_collectives` there.
       per_chunk: slots for blocks in a chunk.
     """
 
@@ -59,15 +59,13 @@ class BlockSteps:
         blocks: StageBlocks,
         *,
         cut: Tree | None,
-        in_place: bool,
-        unrolled: bool,
-        timed: bool = True,
-        serial: bool = False,
-        trained: Tree | None = None,
+        trained: Tree | None,
+        options: ExecutorOptions,
     ):
         """Arguments: see above."""
         self.block, self.weights, self.blocks, self.per_chunk = block, weights, blocks, blocks.slots
-        self.in_place, self.unrolled, self.timed, self.serial, self.trained = in_place, unrolled, timed, serial, trained
+        self.in_place, self.unrolled, self.timed = options.in_place, options.unrolled, options.timed
+        self.serial, self.trained = options.serial_collectives, trained
         self.cut = jax.tree.map(lambda _: ZeroSharding(None, PartitionSpec()), weights) if cut is None else cut
         self.trained_cut = only_trained(self.cut, trained)
 

@@ -69,8 +69,7 @@ class Stack(ChunkParts):
         where, trained = options.stage_kinds, options.trained and options.trained["blocks"]
         super().__init__(per_chunk, where)
         self.weights, self.in_place, self.unrolled = weights, options.in_place, options.unrolled
-        how = {name: getattr(options, name) for name in ("in_place", "unrolled", "timed")}
-        make = functools.partial(BlockSteps, block, serial=options.serial_collectives, **how)
+        make = functools.partial(BlockSteps, block, options=options)
         if where is None:
             own = StageBlocks(per_chunk, options.block_counts)
             self.kinds = {ONE: make(weights, own, cut=cut, trained=trained)}
