@@ -24,7 +24,7 @@ MEGATRON: dict[str, Entry] = {
         "its p2p is ring, a2a is all_to_all; allgather and a2a+p2p are not supported",
     ),
     "--expert-model-parallel-size": ("--expert", ""),
-    "--expert-tensor-parallel-size": ("", "not supported: experts are split over --tensor as other layers"),
+    "--expert-tensor-parallel-size": ("--expert-tensor", "1, or as many as --tensor"),
     "--sequence-parallel": ("", "not needed: on by default; --no-sequence-parallel turns it off"),
     "--use-distributed-optimizer": ("--zero 1", ""),
     "--data-parallel-sharding-strategy": ("--zero", "optim is --zero 1, optim_grads_params is --zero 3"),
