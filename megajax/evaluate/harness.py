@@ -23,7 +23,7 @@ from megajax.config.sample import LogitsRules, SampleConfig
 from megajax.data.tokenizers import Tokenizer
 from megajax.evaluate.harness_tokens import HarnessTokens
 from megajax.evaluate.scorer import Request, Score, Scorer
-from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
+from megajax.generate.decoder import Decoder, DecodeSizes, decoding_rules, decoding_run
 from megajax.generate.options import MOST_TOGETHER
 from megajax.generate.text import Ending, Sample, Speed, continue_prompts
 from megajax.interop.hugging_face.generation import GenerationSettings
@@ -286,6 +286,6 @@ class HarnessModel(TemplateLM):
             generation.sampling,
             logits_rules=generation.rules,
             model=training.model_class,
-            rules=training.rules.replace(sequence=None),
+            rules=decoding_rules(training.rules),
         )
         continue_prompts(decoder, decoder.weights(self._weights, training.where), samples, Speed())

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from megajax.config.sample import SampleConfig
-from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
+from megajax.generate.decoder import Decoder, DecodeSizes, decoding_rules, decoding_run
 from megajax.generate.text import Ending, Sample, Speed, check_length, continue_prompts
 from megajax.train.state import evaluated_params
 
@@ -38,7 +38,7 @@ class TextSample:
             sample,
             seed=trainer.run.train.seed,
             model=training.model_class,
-            rules=training.rules.replace(sequence=None),
+            rules=decoding_rules(training.rules),
         )
 
     def __call__(self, state: Any) -> str:

@@ -29,7 +29,7 @@ from megajax.sharding.rules import AxisRules
 from megajax.train.deadlocks import with_check
 from megajax.train.precision import cast, compute_dtype
 
-__all__ = ["DecodeSizes", "Decoder", "Decoding", "decoding_run"]
+__all__ = ["DecodeSizes", "Decoder", "Decoding", "decoding_rules", "decoding_run"]
 
 Tree = Any
 BLOCK = 32  # most tokens of each sample between two looks at the text
@@ -62,6 +62,14 @@ def decoding_run(run: RunConfig, parallel: ParallelConfig | None = None) -> RunC
     )
     train = TrainConfig(precision=run.train.precision, global_batch_size=kept.data, seed=run.train.seed)
     return dataclasses.replace(run, parallel=kept, train=train)
+
+
+def decoding_rules(rules: AxisRules) -> AxisRules:
+    """The sharding rules with which `decoding_run` generates text, from those of the training."""
+    if not rules.experts_over_tensor:
+        return rules.replace(sequence=None)
+    experts = "expert" if rules.expert_parallel else None
+    return rules.replace(sequence=None, experts=experts, expert_feedforward="tensor")
 
 
 @dataclasses.dataclass(frozen=True)

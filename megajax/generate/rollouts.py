@@ -13,7 +13,7 @@ from megajax.config.reward import RewardConfig
 from megajax.config.sample import SampleConfig
 from megajax.data.preferences import completion_row
 from megajax.data.reward_prompts import PromptBatches, RewardPrompt
-from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
+from megajax.generate.decoder import Decoder, DecodeSizes, decoding_rules, decoding_run
 from megajax.generate.text import Ending, Sample, Speed, continue_prompts
 from megajax.models.preference import PolicyModel
 from megajax.ops.preference import group_advantages
@@ -56,7 +56,7 @@ class RewardTraining(Training):
             SampleConfig(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p),
             seed=run.train.seed,
             model=own.model_class,
-            rules=own.rules.replace(sequence=None),
+            rules=decoding_rules(own.rules),
         )
         shardings = (own.params_sharding, own.batch_sharding)
         scores = jax.jit(own._scores, in_shardings=shardings, out_shardings=own.batch_sharding)
