@@ -14,7 +14,11 @@ from megajax.config.run import RunConfig
 from megajax.config.stored_paths import absolute_paths
 from megajax.config.train import TrainConfig
 
-OF_EXPERTS = ("expert", "expert_dispatch")  # of the layout; without experts in the model they have no effect
+OF_EXPERTS = (
+    "expert",
+    "expert_tensor",
+    "expert_dispatch",
+)  # of the layout; without experts in the model they have no effect
 # Fields of the data that may differ without any effect on the samples. The tokenizer is compared by its hash.
 NO_EFFECT = ("data_cache", "tokenizer", "end_of_document", "verify_data", "stream_workers")
 

@@ -80,9 +80,10 @@ def check_expert_parallel(model, parallel) -> None:
     if degree > 1 and not model.experts:
         raise ConfigError(f"expert = {degree} splits experts, but {model.name} has none: pass --expert 1.")
     if degree > 1 and model.experts % degree:
-        legal = one_of("expert", divisors(model.experts), degree)
+        over, members = (parallel.tensor, "tensor ranks") if parallel.experts_over_tensor else (1, "replicas")
+        legal = one_of("expert", [n for n in divisors(model.experts) if n % over == 0], degree)
         raise ConfigError(
-            f"experts = {model.experts} cannot be split over expert = {degree} replicas: pass "
+            f"experts = {model.experts} cannot be split over expert = {degree} {members}: pass "
             f"{either(legal, one_of('experts', multiples(degree, model.experts), model.experts))}."
         )
 

@@ -72,11 +72,38 @@ def test_the_shared_width_is_split_over_tensor():
             "experts = 6 cannot be split over expert = 4 replicas: pass --expert 1, 2, 3 or 6",
         ),
         (small.MODEL, {"data": 4, "expert": 2}, "expert = 2 splits experts, but test has none: pass --expert 1"),
+        (
+            UNEVEN,
+            {"data": 3, "tensor": 2, "expert": 4, "expert_tensor": 1},
+            r"expert = 4 does not divide tensor \* data = 2 \* 3, .*: pass --expert 2 or 6, or --data 2 or 4",
+        ),
+        (
+            UNEVEN,
+            {"data": 2, "tensor": 2, "expert": 4, "expert_tensor": 1},
+            "experts = 6 cannot be split over expert = 4 tensor ranks: pass --expert 2 or 6, or --experts 4 or 8",
+        ),
+        (
+            UNEVEN,
+            {"tensor": 2, "expert": 3, "expert_tensor": 1},
+            "expert_tensor = 1 must be tensor = 2, or 1 where that divides expert = 3: pass --expert 2 or 4 with --expert-t",
+        ),
+        (
+            UNEVEN,
+            {"data": 2, "tensor": 4, "expert": 2, "expert_tensor": 2},
+            "expert_tensor = 2 must be tensor = 4, or 1 .*, or leave --expert-tensor out",
+        ),
+        (
+            UNEVEN,
+            {"tensor": 2, "expert": 2, "expert_tensor": 1, "sequence_parallel": False},
+            "expert_tensor = 1 exchanges the tokens .* pass --sequence-parallel",
+        ),
     ],
 )
 def test_replicas_have_equal_numbers_of_experts(model, layout, message):
+    layout = dict(layout)
+    mesh = layout.pop("data", 1), 1, layout.pop("tensor", 1)
     with pytest.raises(ConfigError, match=message):
-        small.make_run(schedule="1f1b", model=model, **{"mesh": (layout.pop("data"), 1, 1), "microbatches": 1} | layout)
+        small.make_run(schedule="1f1b", model=model, mesh=mesh, microbatches=1, **layout)
 
 
 @pytest.mark.parametrize("config", [*dense_experts.MODELS.values(), PRESETS["moe-tiny"]])

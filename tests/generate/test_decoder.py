@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from megajax.config import ParallelConfig
 from megajax.config.sample import SampleConfig
 from megajax.estimate import hlo
-from megajax.generate.decoder import Decoder, DecodeSizes, decoding_run
+from megajax.generate.decoder import Decoder, DecodeSizes, decoding_rules, decoding_run
+from megajax.models.context import model_rules
 from megajax.pipeline.layout import to_pipeline_layout
 from megajax.runtime.mesh import make_mesh
 from megajax.schedules.stages import StageLayers, loop, wave
@@ -201,3 +202,15 @@ def test_the_cache_is_split_over_all_axes(mesh):
     assert decoder.compiled("decode").memory_analysis().alias_size_in_bytes >= decoder.cache_bytes()  # in place
     for program in ("prefill", "decode"):  # on CPU devices, see tests/train/test_collective_order.py
         assert beside_loops(decoder.compiled(program).as_text())[0] == []
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"expert": 2}, {"expert": 2, "expert_tensor": 1}, {"expert": 4, "expert_tensor": 1}]
+)
+def test_rules_of_the_training_become_those_of_generation(layout):
+    """A new token is not split over tensor, so that its ranks have parts of experts again."""
+    model = dataclasses.replace(small.LLAMA, experts=4, experts_per_token=2)
+    run = small.make_run((2, 1, 2), model=model, **layout)
+    generation = decoding_run(run)
+    assert decoding_rules(model_rules(run)).table == model_rules(generation).table
+    assert generation.parallel.mesh_sizes == run.parallel.mesh_sizes
