@@ -3,7 +3,8 @@
 
 `collectives` is the description of the compiled program, of which the time model takes numbers and bytes (`*_sends`, and
 `expert_dispatch.dispatches`); `expected` is the table of those that the papers count. b samples a microbatch, s tokens,
-h hidden, m microbatches, v chunks a rank; d, C, p, t, N the degrees of data, context, pipe, tensor and expert parallelism.
+h hidden, m microbatches, v chunks a rank; d, C, p, t, N the degrees of data, context, pipe, tensor and expert parallelism;
+k choices of a token, E experts, R the replicas that split them.
 Bytes are those of ring algorithms, which are the fewest possible, on the rank that sends most.
 
 How often a rank sends, and which backwards are split, is of `StepProgram`. The rest is here and not beside it, because it
@@ -22,7 +23,7 @@ import numpy as np
 from megajax.config import ParallelConfig, RunConfig
 from megajax.config.model_split import heads_of_device
 from megajax.estimate import model_costs
-from megajax.estimate.expert_dispatch import CHOICES, GATHER, by_all_to_all, dispatches, sent_bytes, sent_share
+from megajax.estimate.expert_dispatch import GATHER, TOKENS, dispatches, formula_of, sent_bytes
 from megajax.estimate.kept import rows_of
 from megajax.estimate.kinds import layers_of_kinds, modules_run, stage_layer_counts
 from megajax.estimate.memory import ITEMSIZE
@@ -64,7 +65,8 @@ class Sent:
     """Collectives of a program that are alike.
 
     Attributes:
-      axis: of the mesh, or axes, "data and pipe"; with expert parallelism "data" is the mesh's data and expert.
+      axis: of the mesh, or axes, "data and pipe"; with expert parallelism "data" is the mesh's data and expert. Of what is
+        sent to experts "expert", or where tensor ranks have experts of their own "expert and tensor", or "tensor".
       kind: of `hlo.Collective`.
       what: is sent.
       part: of the step: the blocks, embedding and head, the ends of ticks, or once a step.
@@ -155,7 +157,7 @@ def _of_blocks(run: RunConfig, count: Callable[[ModelCosts], Any], most: Callabl
 def _tensor(program: StepProgram) -> list[Sent]:
     """A pair of matmuls gathers its input and scatters the sum of its output, and so for the gradients in the backward."""
     run, parallel, model = program.run, program.run.parallel, model_costs(program.run.model)
-    ring, split, degree = "tensor_overlap" in parallel.rings, parallel.sequence_parallel, parallel.expert
+    ring, split, degree = "tensor_overlap" in parallel.rings, parallel.sequence_parallel, parallel.expert_replicas
     one = _activation(run) * (parallel.tensor - 1) / parallel.tensor
     blocks = _of_blocks(run, lambda kind: 1)
     lines: list[Sent] = []
@@ -200,19 +202,20 @@ def block_sends(parallel: ParallelConfig, kind: ModelCosts) -> BlockSends:
     """The collectives of a block; a pair of matmuls has two collectives of bsh, or one sum without sequence parallelism.
 
     Of experts of several replicas (N > 1), a tensor group gathers the tokens of all N and sums their results by an
-    all-reduce; and it gathers its own replica's for the router.
+    all-reduce; and it gathers its own replica's for the router. Tensor ranks with experts of their own do neither.
 
     Again are gathered, with sequence parallelism, the inputs of the column-parallel matmuls, which only recompute none
     keeps gathered, where they are not sent round a ring. W also gathers the gradients of the row-parallel matmuls' outputs,
     of which those of experts are kept in rows; and after full recompute the inputs once more. The repeated forward has the
     sums of blocks that are recomputed together, except the last one.
     """
-    experts, split = int(kind.experts is not None), parallel.sequence_parallel
+    every, split = int(kind.experts is not None), parallel.sequence_parallel
     none, full = parallel.recompute == "none", parallel.recompute == "full"
-    dense, several = kind.matmul_pairs - experts, experts * (parallel.expert > 1)
+    experts = every * (not parallel.experts_over_tensor)
+    dense, several = kind.matmul_pairs - every, experts * (parallel.expert > 1)
     alone = experts - several
     kept = none and "tensor_overlap" not in parallel.rings
-    last = max(0, kind.matmul_pairs - 1 / parallel.recompute_blocks)
+    last = dense if every > experts else max(0, kind.matmul_pairs - 1 / parallel.recompute_blocks)
     whole, parts = [0, 0, dense, 0, 0, alone, 0, 0, several], [dense, dense, 0, alone, alone, 0, several, 0, several]
     pairs = np.array(parts if split else whole, float)
     # of latents less than bsh is gathered, and their gradient scattered or summed
@@ -245,15 +248,11 @@ def _pipe(program: StepProgram) -> list[Sent]:
 def _expert(program: StepProgram) -> list[Sent]:
     run, parallel, model = program.run, program.run.parallel, model_costs(program.run.model)
     passes = run.microbatches * _of_blocks(run, lambda kind: int(kind.experts is not None))
-    lines, again = [], parallel.recompute != "none"
-    share = f"{sent_share(model.experts, parallel)[0]:.3g} of " if by_all_to_all(model.experts, parallel) else ""
-    item, sent = ITEMSIZE[run.train.precision], sent_bytes(run)
+    lines, item, sent = [], ITEMSIZE[run.train.precision], sent_bytes(run)
     for one in dispatches(model, parallel, item, sent):
-        count, chosen = one.forward + one.backward, one.what == CHOICES
-        times, of_tokens = count * passes, count if sent != item else 4 + again
-        unit = f"{2 * (1 + again) + 1} (N-1) bs k of 4 bytes" if chosen else f"{share}{of_tokens} (N-1) bsh/t"
-        formula = f"{unit} per layer with experts and microbatch"
-        lines.append(Sent("expert", one.kind, one.what, BLOCKS, formula, times, one.each, in_papers=not chosen))
+        formula = f"{formula_of(one, model, parallel, sent != item)} per layer with experts and microbatch"
+        times, in_papers = (one.forward + one.backward) * passes, one.what == TOKENS
+        lines.append(Sent(" and ".join(one.axes), one.kind, one.what, BLOCKS, formula, times, one.each, in_papers))
     return lines
 
 
@@ -276,7 +275,7 @@ def replica_sends(
 
     `trained`: those of `held` that have gradients; None: all. Each array of a block is sent alone.
     """
-    zero, replicas, degree = run.parallel.zero, run.parallel.replicas, run.parallel.expert
+    zero, replicas, degree = run.parallel.zero, run.parallel.replicas, run.parallel.expert_replicas
     passes, ways, part = (run.microbatches * blocks, 2, BLOCKS) if blocks else (1, 1, STEP)  # forward and backward
     arrays = block_arrays(run) if blocks else (1, 1)
     formula = "(dC-1)/(dC) of a device's {}, " + ("blocks' {}per microbatch, the rest once" if zero == 3 else "once")
@@ -287,7 +286,7 @@ def replica_sends(
     ]
     if zero == 0:
         kinds = [(REDUCE, "gradients", f"2 {scattered}", 1, 2 * GRADIENT)]
-    # Experts have dC/N replicas, every N-th on the axis.
+    # Experts have dC/R replicas, every R-th on the axis.
     groups = lambda kind: zip(  # noqa: E731
         held if trained is None or kind == GATHER else trained,
         (replicas, replicas // degree),

@@ -89,7 +89,7 @@ def pair_kinds(one: ParallelConfig, other: ParallelConfig) -> list[str]:
         ZERO: lambda layout: layout.zero,
         RING: lambda layout: layout.context,
         SPLIT: splits,
-        GROUPS: lambda layout: (layout.expert, layout.expert_dispatch),
+        GROUPS: lambda layout: (layout.expert, layout.experts_over_tensor, layout.expert_dispatch),
     }
     return [kind for kind, of in features.items() if of(one) != of(other)]
 

@@ -1,8 +1,11 @@
-"""Seconds of sending tokens to the replicas of their experts, by all-gather or all-to-all (`ops/expert_dispatch.py`).
+"""Seconds of sending tokens to the devices of their experts, by all-gather or all-to-all (`ops/expert_dispatch.py`).
 
-`--expert-dispatch auto` is the faster of the two by these, of those that it takes (`with_expert_dispatch`).
+The members of a group that split the experts are replicas, or with `--expert-tensor 1` the tensor ranks of replicas, each of
+which sends its own part of the sequence. `--expert-dispatch auto` is the faster of the two by these, of those that it takes
+(`with_expert_dispatch`).
 """
 
+import math
 from typing import NamedTuple
 
 from megajax.config import ParallelConfig, RunConfig
@@ -19,19 +22,22 @@ __all__ = [
     "CHOICES",
     "DispatchSeconds",
     "GATHER",
+    "LOGITS",
     "TENSOR_HIDDEN",
+    "TOKENS",
     "by_all_to_all",
     "dispatch_times",
     "dispatches",
     "expert_seconds",
+    "formula_of",
     "sent_bytes",
     "sent_share",
     "with_expert_dispatch",
 ]
 
 GATHER, ALL_TO_ALL = "all-gather", "all-to-all"
-TOKENS, CHOICES = "tokens and experts' results", "choices of experts"
-CHOICE = 4  # bytes: an expert's number, its weight
+TOKENS, CHOICES, LOGITS = "tokens and experts' results", "choices of experts", "routers' logits"
+CHOICE = 4  # bytes: an expert's number, its weight; a logit of a router
 TENSOR_HIDDEN = 0.4  # with tensor parallelism the part of a merged tick's exchanges that matmuls hide
 
 
@@ -44,10 +50,14 @@ class Dispatch(NamedTuple):
     forward: int  # how many
     backward: int
     ragged: bool = False  # sizes are known at run time only
+    axes: tuple[str, ...] = ("expert",)  # of the mesh, along which the devices of a group differ
 
     def seconds(self, parallel: ParallelConfig, rates: Rates) -> float:
         """Of one of them."""
-        degree, here = parallel.expert, devices_here(parallel, rates.host_size, parallel.expert, "data")
+        sizes = {"expert": ("data", parallel.expert_replicas), "tensor": ("tensor", parallel.tensor)}
+        groups = [sizes[axis] for axis in self.axes]
+        degree = math.prod(size for _, size in groups)
+        here = math.prod(devices_here(parallel, rates.host_size, size, axis) for axis, size in groups)
         if self.kind == GATHER:
             return rates.collective(GATHER, self.each, degree, here)
         return rates.all_to_all(self.each / (degree - 1), degree, here, self.ragged)
@@ -61,19 +71,19 @@ def sent_bytes(run: RunConfig) -> float:
 
 
 def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int, sent: float | None = None) -> list[Dispatch]:
-    """Tokens sent to their experts' replicas, and results back (`ops/expert_dispatch.py`), with balanced routing.
+    """Tokens sent to their experts' devices, and results back (`ops/expert_dispatch.py`), with balanced routing.
 
     By all-gather, and the results by a sum where they arrive, which is an all-to-all; gradients likewise. Except with
     recompute none, the backward sends the tokens again, for the weights' gradients. Of each token also its experts' numbers
-    and weights, in the forward and where it is repeated, and the weights' gradients. `item`: bytes of an activation;
-    `sent`: those of `sent_bytes`, of what is sent to experts, if they differ.
+    and weights, over replicas, in the forward and where it is repeated, and the weights' gradients. Where tensor ranks have
+    experts of their own, their router reads a part of the sequence, and its logits are gathered, which full recomputation
+    repeats. `item`: bytes of an activation; `sent`: those of `sent_bytes`, of what is sent to experts, if they differ.
     """
     degree, again = parallel.expert, int(parallel.recompute != "none")
     if degree == 1 or model.experts is None:
         return []
     elements = rows_of(model, parallel) * model.hidden / parallel.sequence_shares * (degree - 1)
     part, there = item * elements, (sent or item) * elements
-    choices = rows_of(model, parallel) * model.experts.choice.chosen * CHOICE * (degree - 1)
     tokens = [Dispatch(TOKENS, GATHER, there, 1, 1 + again), Dispatch(TOKENS, ALL_TO_ALL, part, 1, 1)]
     if by_all_to_all(model.experts, parallel):
         share, ragged = sent_share(model.experts, parallel)
@@ -81,7 +91,35 @@ def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int, sent: flo
         if there != part:
             counts = (there, 1, 1 + again), (part, 1, 1)
             tokens = [Dispatch(TOKENS, ALL_TO_ALL, share * each, *own, ragged) for each, *own in counts]
-    return [*tokens, Dispatch(CHOICES, GATHER, choices, 2, 2 * again), Dispatch(CHOICES, ALL_TO_ALL, choices, 0, 1)]
+    over = (*["expert"] * (parallel.expert_replicas > 1), *["tensor"] * parallel.experts_over_tensor)
+    return [*(one._replace(axes=over) for one in tokens), *_choices(model, parallel, again), *_logits(model, parallel)]
+
+
+def _choices(model: ModelCosts, parallel: ParallelConfig, again: int) -> list[Dispatch]:
+    """Experts' numbers and their weights, which all tensor ranks of a replica have."""
+    others = parallel.expert_replicas - 1
+    each = rows_of(model, parallel) * model.experts.choice.chosen * CHOICE * others
+    found = [Dispatch(CHOICES, GATHER, each, 2, 2 * again), Dispatch(CHOICES, ALL_TO_ALL, each, 0, 1)]
+    return found if others else []
+
+
+def _logits(model: ModelCosts, parallel: ParallelConfig) -> list[Dispatch]:
+    """Those of a router that reads a part of the sequence on each tensor rank."""
+    if not parallel.experts_over_tensor:
+        return []
+    each = rows_of(model, parallel) * model.experts.choice.count * CHOICE * (parallel.tensor - 1) / parallel.tensor
+    return [Dispatch(LOGITS, GATHER, each, 1, int(parallel.recompute == "full"), axes=("tensor",))]
+
+
+def formula_of(one: Dispatch, model: ModelCosts, parallel: ParallelConfig, apart: bool) -> str:
+    """What those of a name send, with the letters of `communication.py`; `apart`: those of tokens have two sizes."""
+    again, count = parallel.recompute != "none", one.forward + one.backward
+    if one.what == LOGITS:
+        return f"{count} bsE of 4 bytes (t-1)/t"
+    if one.what == CHOICES:
+        return f"{2 * (1 + again) + 1} ({'R' if parallel.experts_over_tensor else 'N'}-1) bs k of 4 bytes"
+    share = f"{sent_share(model.experts, parallel)[0]:.3g} of " if by_all_to_all(model.experts, parallel) else ""
+    return f"{share}{count if apart else 4 + again} (N-1) bsh/t"
 
 
 class ExposedSeconds(NamedTuple):
@@ -93,7 +131,7 @@ class ExposedSeconds(NamedTuple):
 
 
 class DispatchSeconds(NamedTuple):
-    """Seconds in which a block with experts sends tokens to their replicas, and results back.
+    """Seconds in which a block with experts sends tokens to their devices, and results back.
 
     Attributes:
       forward, backward: all of it.
@@ -150,10 +188,10 @@ def by_all_to_all(experts: Experts, parallel: ParallelConfig) -> bool:
 
 
 def sent_share(experts: Experts, parallel: ParallelConfig) -> tuple[float, bool]:
-    """(the part of its tokens that a replica sends to another one by all-to-all, whether only routed tokens are sent).
+    """(the part of its tokens that a member sends to another one by all-to-all, whether only routed tokens are sent).
 
     With capacity all places are sent, and with buckets those of the first exchange. Without, of balanced routing, those
-    tokens that chose any of the replica's experts.
+    tokens that chose any of the member's experts.
     """
     here = experts.choice.count // parallel.expert
     if parallel.expert_dispatch == "bucketed":

@@ -1,8 +1,8 @@
-"""What a block with experts has besides its matmuls: weights and gradients, rows, tokens to other replicas and back.
+"""What a block with experts has besides its matmuls: weights and gradients, rows, tokens to other devices and back.
 
-Expert parallelism gathers the tokens of a group of replicas, or sends each token to its experts' replicas
-(`ops/expert_dispatch.py`). Arrays have room for all rows that can be there (`Experts.rows`), and elementwise kernels process
-all of it. The constants were read from programs compiled for H100s.
+Expert parallelism gathers the tokens of a group of replicas, or of their tensor ranks (`--expert-tensor 1`), or sends each
+token to its experts' devices (`ops/expert_dispatch.py`). Arrays have room for all rows that can be there (`Experts.rows`),
+and elementwise kernels process all of it. The constants were read from programs compiled for H100s.
 """
 
 import functools
@@ -12,8 +12,9 @@ import numpy as np
 
 from megajax.estimate.communication import BlockSends, block_sends
 from megajax.estimate.expert_dispatch import DispatchSeconds, by_all_to_all, expert_seconds, sent_bytes
-from megajax.estimate.kept import kept_by_experts
+from megajax.estimate.kept import kept_by_experts, routed_tokens
 from megajax.estimate.program_kernels import Kernels, Product, Work
+from megajax.models.costs import Matmul
 from megajax.ops.grouped_matmul import MULTIPLIES_8_BITS
 from megajax.ops.tokamax_kernels import FASTEST_PRODUCT
 
@@ -49,8 +50,13 @@ class ExpertKernels(Kernels):
         return self.model.expert_rows(self.parallel.expert, self.parallel.expert_dispatch)
 
     @functools.cached_property
+    def routed(self) -> int:
+        """Tokens of a microbatch for each of which the device has rows of k experts, with balanced routing."""
+        return routed_tokens(self.model, self.parallel)
+
+    @functools.cached_property
     def received(self) -> float:
-        """Places of tokens that the group sends to a device, for each token of a microbatch: all, or those of a bucket."""
+        """Places of tokens that the group sends to a device, for each of `routed`: all, or those of a bucket."""
         experts, parallel = self.model.experts, self.parallel
         return experts.places(parallel.expert, parallel.expert_dispatch) if experts else parallel.expert
 
@@ -58,7 +64,21 @@ class ExpertKernels(Kernels):
     def held(self) -> int:
         """Parameters of a block's experts on the device."""
         parallel = self.parallel
-        return self.model.experts.on_device(parallel.tensor, parallel.expert) if self.model.experts else 0
+        return self.model.experts.on_device(parallel.expert_shares, parallel.expert) if self.model.experts else 0
+
+    def on_device(self, one: Matmul) -> tuple[float, float]:
+        """`Matmul.on_device`; a router reads a part of the sequence where tensor ranks have experts of their own."""
+        parallel = self.parallel
+        if one.name.startswith("experts"):
+            return one.on_device(parallel.expert_shares)
+        part = parallel.tensor if one.name == "router" and parallel.experts_over_tensor else 1
+        inputs, outputs = one.on_device(parallel.tensor)
+        return inputs, outputs / part
+
+    def elements(self, one: Product) -> tuple[float, float]:
+        """(inputs, outputs) of a product for each token of a microbatch on the device."""
+        part = self.routed / self.rows if one.experts else 1
+        return one.inputs * part, one.outputs * part
 
     def expert_traffic(self, backward: int) -> Work:
         """What a forward (0) or a backward (1) moves of experts' weights, of their gradients' sums, and of rows."""
@@ -68,7 +88,8 @@ class ExpertKernels(Kernels):
         in_place, splits = self.program.experts_in_place, backward and self.program.splits
         copies = 2 if splits else not in_place  # out of the stack, one each of I and W
         weights = self.held * SLICE * copies
-        whole = in_place or self.program.in_place and parallel.replicas == parallel.expert  # not scattered by ZeRO-3
+        alone = parallel.replicas == parallel.expert_replicas  # not scattered by ZeRO-3
+        whole = in_place or self.program.in_place and alone
         sums = backward * self.held * (0 if whole else EXPERT_SUMS)
         experts = self.model.experts
         rounds = experts.in_rounds(parallel.expert, parallel.expert_dispatch)
@@ -81,9 +102,10 @@ class ExpertKernels(Kernels):
         model = self.model
         hidden = HIDDEN_PASSES[backward] * model.experts.choice.chosen * model.hidden
         once = backward and (once or self.program.expert_gates_in_one_pass)
-        inner = (ONE_PASS / self.room if once else INNER_PASSES[backward]) * model.routed_inner / self.parallel.tensor
+        inner = (ONE_PASS / self.room if once else INNER_PASSES[backward]) * model.routed_inner
+        inner /= self.parallel.expert_shares
         tokens = self.received * model.hidden  # which the group sends here
-        return self.rows * self.item * (self.room * (hidden + inner) + 2 * tokens + self._copies(backward))
+        return self.routed * self.item * (self.room * (hidden + inner) + 2 * tokens + self._copies(backward))
 
     @functools.cached_property
     def rate_in_8_bits(self) -> int:
@@ -98,7 +120,7 @@ class ExpertKernels(Kernels):
     def quantized(self, products: Iterable[tuple[Product, str]]) -> Work:
         """What experts' products of these need before them: their operands in 8 bits, or rounded to 16."""
         each, kernels = (self.item + 1, 2) if self.rate_in_8_bits > 1 else (ROUNDED * self.item, 4)
-        counts = [self.rows * self.multiplied(*one) + one[0].experts for one in products]
+        counts = [self.routed * self.multiplied(*one) + one[0].experts for one in products]
         return self.traffic(each * sum(counts), kernels * len(counts))
 
     @property
@@ -114,11 +136,12 @@ class ExpertKernels(Kernels):
         return kept_by_experts(self.run, self.item) if writes else 0
 
     def _copies(self, backward: int) -> float:
-        """Elements for each token of a microbatch that are moved for the collectives over `expert` and `tensor`."""
+        """Elements for each of the `routed` tokens that are moved for the collectives over `expert` and `tensor`."""
         parallel, degree = self.parallel, self.parallel.expert
+        split = 1 if parallel.experts_over_tensor else self.split
         if degree == 1:
             return 0.0
-        passes = GATHERED_PASSES[backward] * self.received * (self.split > 1)
+        passes = GATHERED_PASSES[backward] * self.received * (split > 1)
         if not by_all_to_all(self.model.experts, parallel):
             passes = passes or SUMMED_PASSES[backward] * self.received
         else:
@@ -127,11 +150,11 @@ class ExpertKernels(Kernels):
         if (sent := sent_bytes(self.run)) < self.item:
             passes -= PASSES_IN_8_BITS[backward] * self.received * (1 - sent / self.item)
             passes += ROUNDING_PASSES[backward]
-        return passes * self.model.hidden / self.split
+        return passes * self.model.hidden / split
 
     @functools.cached_property
     def dispatched(self) -> DispatchSeconds:
-        """Sending a microbatch's tokens to their experts' replicas, and results back."""
+        """Sending a microbatch's tokens to their experts' devices, and results back."""
         return expert_seconds(self.model, self.parallel, self.rates, self.item, sent_bytes(self.run))
 
     def exposed_dispatch(self, of: str, beside: Work) -> float:

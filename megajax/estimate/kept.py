@@ -18,6 +18,7 @@ __all__ = [
     "kept_for_weights",
     "kept_of_block",
     "kept_twice",
+    "routed_tokens",
     "rows_of",
 ]
 
@@ -27,6 +28,14 @@ def rows_of(model: ModelCosts, parallel: ParallelConfig) -> int:
     return parallel.microbatch_size * (model.sequence_length // parallel.context)
 
 
+def routed_tokens(model: ModelCosts, parallel: ParallelConfig) -> int:
+    """Tokens of a microbatch for each of which a device has the rows of k experts, with balanced routing: its replica's.
+
+    Where tensor ranks have experts of their own, as many as its part of the sequence has.
+    """
+    return rows_of(model, parallel) * parallel.expert_shares // parallel.tensor
+
+
 def _costs(run: RunConfig) -> ModelCosts:
     """Of the run's model; of fewer heads of keys and values than ranks of tensor, each rank keeps a copy of one."""
     model, tensor = run.model, run.parallel.tensor
@@ -34,6 +43,12 @@ def _costs(run: RunConfig) -> ModelCosts:
     if isinstance(model, ModelConfig) and attention and attention.groups % tensor:
         model = dataclasses.replace(model, kv_heads=tensor)
     return model_costs(model)
+
+
+def _over_tensor(values: Iterable[KeptValue], parallel: ParallelConfig) -> tuple[KeptValue, ...]:
+    """The values, of which tensor ranks with experts of their own each have rows of their own, of the hidden size too."""
+    split = parallel.experts_over_tensor
+    return tuple(dataclasses.replace(one, split="tensor") if split and one.routed else one for one in values)
 
 
 def is_gated(model: ModelCosts) -> bool:
@@ -63,6 +78,8 @@ def kept_of_block(run: RunConfig, item: int, mode: str | None = None) -> int:
       mode: recompute mode, if not the run's. Blocks that are recomputed together keep one input, a part of it each.
     """
     model, parallel = _costs(run), run.parallel
+    if parallel.experts_over_tensor:
+        model = dataclasses.replace(model, kept=_over_tensor(model.kept, parallel))
     kept = model.kept_bytes(
         mode or parallel.recompute,
         samples=parallel.microbatch_size,
@@ -99,7 +116,7 @@ def kept_twice(run: RunConfig, item: int) -> int:
 
 def kept_for_weights(run: RunConfig, item: int) -> int:
     """Bytes that I keeps for W of one block."""
-    kept = model_costs(run.model).kept_for_weights
+    kept = _over_tensor(model_costs(run.model).kept_for_weights, run.parallel)
     return _bytes_of((value for value in kept if run.parallel.recompute in value.modes), run, item)
 
 

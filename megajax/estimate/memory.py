@@ -8,7 +8,7 @@ over the grid of runs that these terms were read from.
 
 from megajax.config import RunConfig, padded_vocabulary
 from megajax.estimate import model_costs
-from megajax.estimate.kept import kept_for_weights, kept_of_block, kept_twice, rows_of
+from megajax.estimate.kept import kept_for_weights, kept_of_block, kept_twice, routed_tokens, rows_of
 from megajax.estimate.kinds import layers_of_kinds, modules_run
 from megajax.estimate.muon_matrices import bytes_of_update
 from megajax.estimate.optimizer_state import bytes_per_parameter
@@ -67,11 +67,11 @@ def bytes_per_device(run: RunConfig, sharding: Sharding | None = None, slots: Sl
     shared = trained_shared_parameters(run, sharding) if sharding.zero >= 3 else 0
     elsewhere = shared - shared // parallel.replicas
     if sharding.zero >= 3 and (own := experts_of_modules(run)):
-        elsewhere += own - own * parallel.expert // parallel.replicas
+        elsewhere += own - own * parallel.expert_replicas // parallel.replicas
     gathered = item * elsewhere if item < 4 else 0
     shards = 0
     if sharding.zero >= 3 and _shards_experts(run):  # XLA has shards of experts in the order of their gathers, too
-        shards = item * rank_block_parameters(run)[1] * parallel.expert // parallel.replicas
+        shards = item * rank_block_parameters(run)[1] * parallel.expert_replicas // parallel.replicas
     # Products in 8 bits need both operands with the summed dimension innermost, which is another one in the backward. XLA
     # hoists the transposition of the blocks' weights out of the loops.
     transposed = item * sum(rank_block_parameters(run)) if run.train.matmul_dtype == "fp8" else 0
@@ -195,7 +195,7 @@ def _beside_block(run: RunConfig, item: int, sharding: Sharding) -> int:
 
 def _shards_experts(run: RunConfig) -> bool:
     """Whether several replicas have the same experts, which ZeRO-3 shards over them."""
-    return run.parallel.replicas > run.parallel.expert
+    return run.parallel.replicas > run.parallel.expert_replicas
 
 
 def _modules_workspace(run: RunConfig, item: int, sharding: Sharding) -> int:
@@ -244,9 +244,9 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     Of the rows: copies of tokens and of gradients, and what is before and after the activation, or the gradients of these;
     both with rounds of dispatch, which keep nothing, and with full recomputation, which has tokens twice. In merged ticks
     with dispatch, but for rounds, the activations of both passes, and without recomputation a copy of the kept one; six
-    arrays of the residual stream, what is gathered over the tensor group, and the tokens that replicas send here: four times
-    with all-to-all, because an exchange has buffers of its own, and where nothing is sent again. Read off the buffers at the
-    peak of compiled programs.
+    arrays of the residual stream, what is gathered over the tensor group, and the tokens that the group sends here: four
+    times with all-to-all, because an exchange has buffers of its own, and where nothing is sent again. Read off the buffers
+    at the peak of compiled programs.
     """
     model, parallel, program = model_costs(run.model), run.parallel, StepProgram.of(run)
     common, experts = block_parameters(run)
@@ -256,9 +256,9 @@ def _expert_workspace(run: RunConfig, item: int) -> int:
     both = program.merges_all and parallel.expert > 1 and (full or not rounds)
     if none or both:
         inner += sum(one.inputs for one in model.matmuls if one.name.startswith("experts") and one.split != "column")
-    inner /= model.experts.choice.chosen * parallel.tensor
+    inner /= model.experts.choice.chosen * parallel.expert_shares
     tokens = rows_of(model, parallel)
-    rows, hidden = tokens * model.experts.choice.chosen * room, (2 + full) * model.hidden
+    rows, hidden = routed_tokens(model, parallel) * model.experts.choice.chosen * room, (2 + full) * model.hidden
     gradients = 0 if program.experts_in_place else 4 * experts
     # Weights in 8 bits, of each pass that may run beside another one.
     quantized = (1 + full + program.merges_all) * experts if run.train.expert_matmul_dtype == "fp8" else 0

@@ -64,9 +64,10 @@ def matrices_of(run: RunConfig) -> Iterator[Matrices]:
     parallel = run.parallel
     for kind in layers_of_kinds(run):
         for rows, columns, experts, is_split in _shapes(kind.run.model, run.train.freeze):
-            replicas = parallel.replicas // (parallel.expert if experts else 1)
+            replicas = parallel.replicas // (parallel.expert_replicas if experts else 1)
             replicas = replicas if parallel.zero else 1
-            tensor, count = parallel.tensor if is_split else 1, experts // parallel.expert if experts else 1
+            shares, count = (parallel.expert_shares, experts // parallel.expert) if experts else (parallel.tensor, 1)
+            tensor = shares if is_split else 1
             _, each, left = layer_counts(kind.rank_slots, replicas, tensor)
             stored = kind.rank_slots * count * rows * columns / (replicas * tensor)
             yield Matrices(rows, columns, each * count, left * count, replicas, tensor, stored)

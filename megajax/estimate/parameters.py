@@ -68,7 +68,7 @@ def experts_of_modules(run: RunConfig) -> int:
     further, parallel = model_costs(run.model).further, run.parallel
     if further is None or further.experts is None:
         return 0
-    return further.layers * further.experts.on_device(parallel.tensor, parallel.expert)
+    return further.layers * further.experts.on_device(parallel.expert_shares, parallel.expert)
 
 
 def block_parameters(run: RunConfig) -> tuple[int, int]:
@@ -80,8 +80,8 @@ def block_parameters(run: RunConfig) -> tuple[int, int]:
     block = model.block.on_device(parallel.tensor)
     if model.experts is None:
         return block, 0
-    every, own = (model.experts.on_device(parallel.tensor, degree) for degree in (1, parallel.expert))
-    return block - every, own
+    own = model.experts.on_device(parallel.expert_shares, parallel.expert)
+    return block - model.experts.on_device(parallel.tensor, 1), own
 
 
 def block_arrays(run: RunConfig) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def block_arrays(run: RunConfig) -> tuple[int, int]:
 def rank_parameters(run: RunConfig, sharding: Sharding) -> tuple[int, int]:
     """Parameters of a rank on one device, before ZeRO: those outside the experts, and the experts'.
 
-    The first have d C replicas, the others d C / N.
+    The first have d C replicas, the others d C / N, or where tensor ranks have experts of their own d C t / N.
     """
     model, parallel = model_costs(run.model), run.parallel
     common, experts = rank_block_parameters(run)
@@ -144,7 +144,7 @@ def sharded_parameters(run: RunConfig, of_rank: tuple[int, int], is_sharded: boo
     (common, experts), replicas = of_rank, run.parallel.replicas
     if not is_sharded:
         return common + experts
-    return common // replicas + experts // (replicas // run.parallel.expert)
+    return common // replicas + experts // (replicas // run.parallel.expert_replicas)
 
 
 def trained_shared_parameters(run: RunConfig, sharding: Sharding) -> int:

@@ -97,7 +97,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
 
         In parts (`--tensor-overlap ring`), each reads the whole weight, and writes fp32 if it is summed over `tensor`.
         """
-        rows, k, n = self.rows, one.inputs, one.outputs
+        rows, k, n = self.routed if one.experts else self.rows, one.inputs, one.outputs
         if one.experts:
             values = k + n + (self.model.experts.choice.chosen - 1) * self.model.hidden
             sums = (
@@ -125,7 +125,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         routed = {one: one.inputs * one.outputs for one in model.matmuls if one.name.startswith("experts")}
         parts = {one: self.held * size / sum(routed.values()) for one, size in routed.items()}
         return [
-            Product(*one.on_device(parallel.tensor), parallel.recompute in one.recomputed, parts.get(one, 0.0))
+            Product(*self.on_device(one), parallel.recompute in one.recomputed, parts.get(one, 0.0))
             for one in model.matmuls
         ]
 
@@ -235,9 +235,8 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         """How many biases a block has, and the bytes that their gradients are summed from."""
         if not getattr(self.run.model, "biases", False):
             return 0, 0.0
-        columns = sum(
-            size.outputs for one, size in zip(self.model.matmuls, self._products, strict=True) if one.split == "column"
-        )
+        products = zip(self.model.matmuls, self._products, strict=True)
+        columns = sum(self.elements(size)[1] for one, size in products if one.split == "column")
         return len(self._products), self.rows * columns * self.item + 2 * self.residual
 
     def _repeated(self, backward: int) -> Work:
@@ -251,7 +250,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
             work += self.traffic((1 + backward) * moved, (1 + backward) / 3 * FP8_KERNELS * len(self._products))
         if self._parts > 1:
             times = 1 + backward * (2 if full else 1)  # matmuls of a weight in parts
-            values = (1 - 1 / self._parts) * sum(one.inputs + one.outputs for one in self._products)
+            values = (1 - 1 / self._parts) * sum(sum(self.elements(one)) for one in self._products)
             values *= self.rows * self.item
             sends = (2 * times - backward) * self._pairs * (self._parts - 1)
             work += self.traffic(PART_PASSES * times * values, RING_MATMUL + PART_KERNELS * sends)
@@ -367,7 +366,7 @@ class Blocks(ExpertKernels, AttentionKernels, ShardedBlocks):
         """
         one, exposed = self._collective, 0.0
         gated, full = is_gated(self.model), self.parallel.recompute == "full"
-        widest = self.rows * max(product.outputs for product in self._products) * self.item
+        widest = self.rows * max(self.elements(product)[1] for product in self._products) * self.item
         if self.parallel.pipe == 1 and self.parallel.zero < 3:
             exposed += one / self.run.model.layers  # the backward's first gather of a pass, which is not ahead
             short = sum(self._product(own, "outputs") for own in self._products) < one * len(self._products)

@@ -110,7 +110,7 @@ class ShardedBlocks(Kernels):
 
     def over_replicas(self, kind: str, count: float, experts: bool = False) -> float:
         """Seconds of a gather of an array of so many parameters, or of a scatter of its gradient."""
-        apart = self.parallel.expert if experts else 1
+        apart = self.parallel.expert_replicas if experts else 1
         size = self.replicas // apart
         sent = (size - 1) / size * count * (self.item if kind == GATHER else GRADIENT)
         here = devices_here(self.parallel, self.gpu.host_size, size, "data", apart)

@@ -44,13 +44,14 @@ class Trained:
 def trained_parameters(run: RunConfig) -> Trained | None:
     """Those of a run; None: all are trained."""
     parallel = run.parallel
-    sizes = tuple((axis, getattr(parallel, axis)) for axis in ("tensor", "pipe", "expert"))
-    return _counted(run.model, run.train.freeze, sizes, parallel.vocabulary_over_pipe)
+    sizes = ("tensor", parallel.tensor), ("pipe", parallel.pipe), ("expert", parallel.expert_replicas)
+    how = parallel.vocabulary_over_pipe, parallel.experts_over_tensor
+    return _counted(run.model, run.train.freeze, sizes, *how)
 
 
 @functools.lru_cache(maxsize=256)
 def _counted(
-    model: Any, freeze: tuple[str, ...], sizes: tuple[tuple[str, int], ...], over_pipe: bool
+    model: Any, freeze: tuple[str, ...], sizes: tuple[tuple[str, int], ...], over_pipe: bool, over_tensor: bool
 ) -> Trained | None:
     if not freeze and isinstance(model, ModelConfig) and not model.lora:
         return None
@@ -62,7 +63,9 @@ def _counted(
     if mask is None:
         return None
     degrees = dict(sizes)
-    rules = default_rules(vocabulary_over_pipe=over_pipe, expert_parallel=degrees["expert"] > 1)
+    rules = default_rules(
+        vocabulary_over_pipe=over_pipe, expert_parallel=degrees["expert"] > 1, experts_over_tensor=over_tensor
+    )
     shapes, axes = jax.eval_shape(build.init, jax.random.key(0)), build.logical_axes()
 
     def held(part: Tree, own: Tree, names: Tree, stacked: int, only: Any = None) -> int:

@@ -42,12 +42,13 @@ from megajax.estimate.rates import spread, waiting
 from megajax.estimate.trained import trained_parameters
 from megajax.estimate.update_time import update_bytes
 from megajax.pipeline.program import StepProgram
-from megajax.plan.memory_bounds import EXACT, UNSCHEDULED, MemoryBounds, unscheduled
+from megajax.plan.memory_bounds import EXACT, UNSCHEDULED, MemoryBounds, split_of_experts, unscheduled
 from megajax.schedules.registry import check_sizes
 from megajax.schedules.simulate import Costs
 
 __all__ = ["Bounds", "Least"]
 
+WHOLE_EXPERTS: dict[str, Any] = {"expert": 1, "expert_tensor": None, "expert_dispatch": "gather"}
 NOTHING_SENT = DispatchSeconds(0.0, 0.0, ExposedSeconds(0.0, 0.0, 0.0))
 
 
@@ -184,9 +185,10 @@ class Bounds(MemoryBounds):
         parallel = run.parallel
         if parallel.expert == 1:
             return "gather", (NOTHING_SENT,) * len(self._layers(run, 1))
-        own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.sequence_parallel)
-        own += (parallel.recompute, parallel.expert_dispatch)
-        own += (min(spread(parallel, "data"), self.gpu.host_size),)  # with which the devices in a host are the same
+        own = (parallel.tensor, parallel.context, split_of_experts(parallel), parallel.microbatch_size)
+        own += (parallel.recompute, parallel.expert_dispatch, parallel.sequence_parallel)
+        # with which the devices in a host are the same
+        own += (*(min(spread(parallel, axis), self.gpu.host_size) for axis in ("data", "tensor")),)
 
         def make() -> tuple[str, tuple[DispatchSeconds, ...]]:
             one = with_expert_dispatch(unscheduled(run, recompute=parallel.recompute), self.gpu)
@@ -217,7 +219,10 @@ class Bounds(MemoryBounds):
         hidden = CONTEXT_MERGED * sum(around)
         found = []
         for (least, once), gathered, each in zip(
-            self._shared(("least", own, parallel.expert, dispatch), make), self._gathered(run), sent, strict=True
+            self._shared(("least", own, split_of_experts(parallel), dispatch), make),
+            self._gathered(run),
+            sent,
+            strict=True,
         ):
             exposed = each.exposed
             forward, part = least.forward + around[0] + exposed.forward, least.input + around[1] + exposed.backward
@@ -231,7 +236,7 @@ class Bounds(MemoryBounds):
         parallel = run.parallel
         if parallel.zero < 3:
             return (0.0,) * len(self._layers(run, 1))
-        own = (parallel.tensor, parallel.replicas, parallel.expert, parallel.axis_order)
+        own = (parallel.tensor, parallel.replicas, split_of_experts(parallel), parallel.axis_order)
         own += (min(spread(parallel, "data"), self.gpu.host_size),)
 
         def make() -> tuple[float, ...]:
@@ -280,7 +285,7 @@ class Bounds(MemoryBounds):
         elif parallel.zero == 3:
             own += (parallel.data,)
         dispatch = self._dispatch(run)[0]
-        key = ("blocks", own, parallel.expert, dispatch)
+        key = ("blocks", own, split_of_experts(parallel), dispatch)
         return self._shared(key, lambda: self._times(run, splits, inside, dispatch, own))
 
     def _times(
@@ -325,10 +330,10 @@ class Bounds(MemoryBounds):
         if apart := parallel.axis_order[0] != "data" or has_modules:
             own += (near,)
         if has_modules:  # which have experts too
-            own += (parallel.expert, parallel.expert_dispatch, parallel.attention)
+            own += (split_of_experts(parallel), parallel.expert_dispatch, parallel.attention)
 
         def make() -> float:
-            same: dict[str, Any] = {} if has_modules else {"expert": 1, "expert_dispatch": "gather"}
+            same: dict[str, Any] = {} if has_modules else WHOLE_EXPERTS
             one = unscheduled(run, **same, zero=0, tensor_overlap="none", data=near if apart else 1)
             return min(_bounded(Program(placed, self.gpu).ends) / placed.microbatches for placed in placements(one))
 
@@ -339,8 +344,8 @@ class Bounds(MemoryBounds):
         parallel, train = run.parallel, run.train
         if train.optimizer == "muon" or trained_parameters(run) is not None:  # parameters are not updated alike
             return 0.0
-        own = (parallel.tensor, parallel.pipe, parallel.context, parallel.data, parallel.zero, parallel.expert)
-        own += (parallel.vocab_parallel, parallel.axis_order)
+        own = (parallel.tensor, parallel.pipe, parallel.context, parallel.data, parallel.zero)
+        own += (split_of_experts(parallel), parallel.vocab_parallel, parallel.axis_order)
         return self._shared(("once", own), lambda: min(map(self._end_of_step, placements(unscheduled(run)))))
 
     def _end_of_step(self, run: RunConfig) -> float:

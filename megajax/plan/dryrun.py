@@ -52,6 +52,7 @@ from megajax.plan.compiler import (
     compile_for,
     has_compiler,
 )
+from megajax.plan.explain import folded
 from megajax.plan.report import LEGEND, memory_bar, shown_parameters
 from megajax.plan.search import usable_bytes
 from megajax.plan.suggest import smallest_change
@@ -220,7 +221,8 @@ def _own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _title(run: RunConfig, gpu: Gpu) -> str:
     parallel = run.parallel
     context = f"context {parallel.context} ({parallel.context_exchange}) x " if parallel.context > 1 else ""
-    experts = f" (expert {parallel.expert}, dispatch {parallel.expert_dispatch})" if parallel.expert > 1 else ""
+    degree = f"expert {parallel.expert}{folded(parallel)}"
+    experts = f" ({degree}, dispatch {parallel.expert_dispatch})" if parallel.expert > 1 else ""
     return (
         f"{run.model.name}: {shown_parameters(run.model)} on data {parallel.data}{experts} x {context}pipe "
         f"{parallel.pipe} x tensor {parallel.tensor} = {parallel.devices} {gpu.name}; {parallel.schedule}, "

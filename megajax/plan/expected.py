@@ -25,7 +25,7 @@ LETTERS = {
 }
 LETTERS |= {"z": "zero", "zero": "zero"}
 SHOWN = (
-    *("tensor", "pipe", "data", "context", "expert", "axis_order"),
+    *("tensor", "pipe", "data", "context", "expert", "expert_tensor", "axis_order"),
     *("chunks", "microbatch_size", "schedule", "recompute", "zero"),
 )
 

@@ -79,11 +79,16 @@ def _chunked(parallel: ParallelConfig) -> str:
     return parallel.schedule + (f" with {parallel.chunks} chunks" if parallel.chunks > 1 else "")
 
 
+def folded(parallel: ParallelConfig) -> str:
+    """Words after a degree of expert parallelism that counts tensor ranks too."""
+    return ", expert-tensor 1" * parallel.experts_over_tensor
+
+
 # What is explained by the best layouts with each value, on the best one's mesh.
 CHOICES: dict[str, Callable[[ParallelConfig], str]] = {
     "schedule": _chunked,
     "recomputation": lambda parallel: f"recompute {parallel.recompute}",
-    "expert parallelism": lambda parallel: f"expert size {parallel.expert}",
+    "expert parallelism": lambda parallel: f"expert size {parallel.expert}{folded(parallel)}",
 }
 COMPARED = (*CHOICES.values(), lambda parallel: parallel.microbatch_size)
 

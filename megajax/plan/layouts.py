@@ -138,10 +138,21 @@ def _notation(counts: Sequence[int]) -> str:
     return f"E{''.join(f'({stage}|)*{times}' for stage, times in runs)}{counts[-1] * 't'}L"
 
 
+def _expert_tensor(run: RunConfig, gpus: int, layout: Fields) -> list[int | None]:
+    """That of the tensor group, and with several ranks that the number of experts is a multiple of one device for each."""
+    return [None, 1] if layout["tensor"] > 1 and _experts(run) % layout["tensor"] == 0 else [None]
+
+
 def _expert(run: RunConfig, gpus: int, layout: Fields) -> list[int]:
-    """The degrees that split the experts, and that the replicas can be grouped by."""
+    """The degrees that split the experts, and that the replicas, or all devices of these, can be grouped by."""
+    ranks = layout["tensor"] if layout["expert_tensor"] == 1 else 1
+    return [size for size in divisors(_experts(run)) if size % ranks == _replicas(layout) * ranks % size == 0]
+
+
+def _experts(run: RunConfig) -> int:
+    """How many experts the model has; 1 without."""
     experts = model_costs(run.model).experts
-    return [size for size in divisors(experts.choice.count if experts else 1) if _replicas(layout) % size == 0]
+    return experts.choice.count if experts else 1
 
 
 def _expert_dispatch(run: RunConfig, gpus: int, layout: Fields) -> list[str]:
@@ -167,7 +178,8 @@ def usual_filters(host_size: int) -> dict[str, Filter]:
     """
 
     def orders(declared: Sequence[tuple[str, ...]], layout: Fields) -> list[tuple[str, ...]]:
-        usual = ORDERS if layout["expert"] > 1 and layout["tensor"] < host_size else ORDERS[:1]
+        replicas = layout["expert"] // (layout["tensor"] if layout["expert_tensor"] == 1 else 1)  # of a group
+        usual = ORDERS if replicas > 1 and layout["tensor"] < host_size else ORDERS[:1]
         return [order for order in declared if order in usual]
 
     return {"axis_order": orders, "pipeline_layout": lambda declared, layout: declared[-1:]}
@@ -203,6 +215,7 @@ FIELDS: dict[str, Callable[[RunConfig, int, Fields], Sequence]] = {
     "context_exchange": _context_exchange,
     "pipe": _pipe,
     "data": lambda run, gpus, layout: _quotient(gpus, layout["tensor"] * layout["context"] * layout["pipe"]),
+    "expert_tensor": _expert_tensor,
     "expert": _expert,
     "expert_dispatch": _expert_dispatch,
     "microbatch_size": _microbatch_size,

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from megajax.config import RunConfig
+from megajax.config import ParallelConfig, RunConfig
 from megajax.config.layer_kinds import layer_kinds
 from megajax.estimate.auto import placements
 from megajax.estimate.gpus import Gpu
@@ -16,7 +16,7 @@ from megajax.estimate.parameters import Sharding, block_parameters, rank_paramet
 from megajax.estimate.trained import trained_parameters
 from megajax.schedules.registry import Slots
 
-__all__ = ["EXACT", "UNSCHEDULED", "MemoryBounds", "unscheduled"]
+__all__ = ["EXACT", "UNSCHEDULED", "MemoryBounds", "split_of_experts", "unscheduled"]
 
 EXACT = 1 - 1e-9  # sums in another order differ by less
 UNSCHEDULED: dict[str, Any] = {"chunks": 1, "group_size": None, "live_chunks": None, "pipeline_layout": None}
@@ -33,7 +33,7 @@ class MemoryBounds:
     def memory(self, run: RunConfig) -> float:
         """Bytes of the fullest GPU, whatever the schedule and the chunks are."""
         parallel = run.parallel
-        own = (parallel.tensor, parallel.pipe, parallel.replicas, parallel.zero, parallel.expert)
+        own = (parallel.tensor, parallel.pipe, parallel.replicas, parallel.zero, split_of_experts(parallel))
         key = ("memory", own, parallel.vocab_parallel)
         return self._shared(key, lambda: self._state(run))
 
@@ -87,9 +87,10 @@ class MemoryBounds:
     def _activations(self, run: RunConfig) -> tuple[tuple[int, int], ...]:
         """Of a block of each kind the bytes that it keeps, and of its workspace where ticks do not merge."""
         parallel = run.parallel
-        own = (parallel.tensor, parallel.context, parallel.expert, parallel.microbatch_size, parallel.recompute)
-        own += (parallel.recompute_blocks, parallel.zero == 3, parallel.sequence_parallel, parallel.attention)
-        own += (parallel.tensor_overlap, parallel.context_exchange, parallel.expert_dispatch == "bucketed")
+        own = (parallel.tensor, parallel.context, split_of_experts(parallel), parallel.microbatch_size)
+        own += (parallel.recompute, parallel.recompute_blocks, parallel.zero == 3, parallel.sequence_parallel)
+        own += (parallel.attention, parallel.tensor_overlap, parallel.context_exchange)
+        own += (parallel.expert_dispatch == "bucketed",)
         own += (parallel.pipe, parallel.vocab_parallel)
 
         def make() -> tuple[tuple[int, int], ...]:
@@ -120,6 +121,11 @@ class MemoryBounds:
     def _differ(self, run: RunConfig) -> bool:
         """Whether the model has layers of several kinds."""
         return self._shared("differ", lambda: bool(layer_kinds(run.model)))
+
+
+def split_of_experts(parallel: ParallelConfig) -> tuple[int, int]:
+    """In how many parts a layer's experts are, and each of them."""
+    return parallel.expert, parallel.expert_shares
 
 
 def unscheduled(run: RunConfig, **fields: Any) -> RunConfig:

@@ -18,6 +18,7 @@ from megajax.plan.cluster import Cluster, load_cluster
 from megajax.plan.layouts import FIELDS, MOST_CONTEXT
 from megajax.plan.search import CHOICES, MEMORY_MARGIN, Question
 from megajax.schedules.arguments import number, plain_text, whole
+from megajax.schedules.errors import shown
 from megajax.schedules.paths import local_path
 from megajax.schedules.pictures import picture_file
 from megajax.schedules.registry import names, search_order
@@ -98,6 +99,14 @@ def _check_expert(model: Any, degrees: Sequence[int]) -> None:
         raise ConfigError(f"expert = {wrong}, but {model.name} has no experts: omit --expert.")
     legal = " ".join(map(str, sorted(divisors(count))))
     raise ConfigError(f"expert = {wrong} does not divide the {count} experts of {model.name}: pass --expert {legal}.")
+
+
+def _expert_tensor(text: str) -> int | None:
+    """A reader of values of `expert_tensor`."""
+    values = {"tensor": None, "1": 1}
+    if text not in values:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is neither tensor nor 1")
+    return values[text]
 
 
 def plan_parser(parent: argparse.ArgumentParser, description: str) -> argparse.ArgumentParser:
@@ -257,6 +266,13 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         type=whole(),
         metavar="COUNT",
         help="degrees of expert parallelism to choose from (default: all that divide the model's experts)",
+    )
+    choose(
+        "--expert-tensor",
+        type=_expert_tensor,
+        metavar="tensor|1",
+        help="devices that split each expert's matrices to choose from: those of tensor, or 1, with which --expert counts "
+        "tensor ranks too (default: both)",
     )
     own = ("tensor", "pipe", "data", "chunks", *CHOICES.values(), "vocab_parallel", "attention", "group_size")
     choose(

@@ -12,7 +12,7 @@ from megajax.estimate.error_bars import PAIRS, ErrorBar, bar_of, comparison_bar
 from megajax.plan.best import Found, on_mesh
 from megajax.plan.cluster import Cluster
 from megajax.plan.compiled import Compiled
-from megajax.plan.explain import COMPARED
+from megajax.plan.explain import COMPARED, folded
 from megajax.plan.search import (
     MEMORY_MARGIN,
     Candidate,
@@ -42,8 +42,8 @@ LEGEND = (
 )
 EXPERTS = (
     "experts: FLOPs and times are those of balanced routing; memory has room for all rows that can be on a GPU. A layout's "
-    "degree of expert parallelism, if above 1, is at the end of its line, with its dispatch unless that is gather, and the "
-    "mesh's axes unless they are in the usual order"
+    "degree of expert parallelism, if above 1, is at the end of its line, with expert-tensor 1 if it counts tensor ranks, "
+    "its dispatch unless that is gather, and the mesh's axes unless they are in the usual order"
 )
 # The table's columns by name: the heading, and its place in a row.
 COLUMNS = {
@@ -68,8 +68,8 @@ COLUMNS = {
 # What to pass for a layout, as data.
 LAYOUT = (
     *("data", "context", "pipe", "tensor", "chunks", "schedule", "microbatch_size", "recompute", "zero"),
-    *("vocab_parallel", "attention", "sequence_parallel", "expert", "expert_dispatch", "context_exchange"),
-    *("axis_order", "pipeline_layout"),
+    *("vocab_parallel", "attention", "sequence_parallel", "expert", "expert_tensor", "expert_dispatch"),
+    *("context_exchange", "axis_order", "pipeline_layout"),
 )
 SHOWN = ("axis_order", "pipeline_layout")  # in a row where they are not the usual ones
 SHORT = {"interleaved_1f1b": "interleaved", "zb_1p_interleaved": "zb_1p", "eager_1f1b": "eager"}
@@ -157,7 +157,7 @@ def _row(number: int, one: Candidate, found: Answer) -> str:
         + f"  {memory_bar(one.memory, usable_bytes(one.question.gpu))}"
         + (f"  context {parallel.context}, {parallel.context_exchange}" if parallel.context > 1 else "")
         + "  fp8" * (one.run.train.matmul_dtype == "fp8")
-        + (f"  expert {parallel.expert}" if parallel.expert > 1 else "")
+        + (f"  expert {parallel.expert}{folded(parallel)}" if parallel.expert > 1 else "")
         + (f", {parallel.expert_dispatch}" if parallel.expert > 1 and parallel.expert_dispatch != "gather" else "")
         + ", fp8" * (one.run.train.expert_dispatch_dtype == "fp8")
         + "  experts fp8" * (one.run.train.expert_matmul_dtype == "fp8")

@@ -39,6 +39,7 @@ CHOICES = {
     "zero": "zero",
     "context": "context",
     "expert": "expert",
+    "expert_tensor": "expert_tensor",
 }
 
 
@@ -57,6 +58,7 @@ class Question:
       zero: levels of ZeRO to consider.
       context: degrees of context parallelism to consider; None: all that are declared.
       expert: degrees of expert parallelism to consider; None: all that divide the model's experts.
+      expert_tensor: devices that split each expert's matrices, 1 or None, those of tensor; None: both.
       vocab_parallel: devices that share embedding and head, "pipe" or (as in Megatron-LM) "tensor"; "auto": the better one
         for each layout.
       attention: auto, xla, cudnn or tokamax, as for a run.
@@ -80,6 +82,7 @@ class Question:
     zero: Sequence[int] = (0,)
     context: Sequence[int] | None = (1,)
     expert: Sequence[int] | None = None
+    expert_tensor: Sequence[int | None] | None = None
     vocab_parallel: str = "pipe"
     attention: str = "auto"
     fp8: bool = False
@@ -216,7 +219,8 @@ def no_layout(question: Question) -> NoLayout:
     for name, field in (CHOICES | {"precision": "precision"}).items():
         value, default = getattr(question, name), getattr(usual, name)
         if value != default and next(_runs(dataclasses.replace(question, **{name: default})), None):
-            shown = f"{option(field)} {value if isinstance(value, str) else ' '.join(map(str, value))}"
+            words = [value] if isinstance(value, str) else ["tensor" if one is None else str(one) for one in value]
+            shown = f"{option(field)} {' '.join(words)}"
             return NoLayout(f"{text} with {shown}: omit {option(field)}, or pass it other values.", narrowed=True)
     counts = (gpus + sign * away for away in range(1, NEAREST + 1) for sign in (-1, 1))
     legal = (count for count in counts if count > 0 and next(_runs(dataclasses.replace(question, gpus=count)), None))

@@ -40,6 +40,8 @@ def run_of(model, schedule, mesh: Mesh, microbatches: int, precision: str, optio
     if context < 1 or sizes["data"] * sizes["expert"] % context:
         raise ConfigError(f"context = {context} does not divide the mesh's data axis of {sizes['data']}.")
     sizes["data"] = sizes["data"] * sizes["expert"] // context
+    if options.get("expert_tensor") == 1:  # the degree counts the devices of both axes
+        sizes["expert"] *= sizes["tensor"]
     if isinstance(schedule, Schedule):
         if schedule.microbatches != microbatches:
             raise ConfigError(

@@ -62,6 +62,7 @@ def facts(program: StepProgram) -> dict[str, Any]:
         },
         "parameters": {
             **{axis: getattr(parallel, axis) for axis in ("pipe", "tensor", "expert")},
+            **({"expert tensor": 1} if parallel.experts_over_tensor else {}),
             "zero": parallel.zero if parallel.replicas > 1 else 0,
             "replicas": parallel.replicas,
         },
@@ -137,6 +138,7 @@ def _split(value: Mapping[str, Any]) -> str:
 
 def _parameters(value: Mapping[str, Any]) -> str:
     split = _split({axis: value[axis] for axis in ("pipe", "tensor", "expert")})
+    split += ", of tensor ranks too" * ("expert tensor" in value)
     zero = f"ZeRO-{value['zero']} over " if value["zero"] else ""
     return f"{split}; {zero}{counted(value['replicas'], 'replica')}"
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import communication
 from megajax.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
 from megajax.estimate import hlo
-from megajax.estimate.communication import expected
+from megajax.estimate.communication import collectives, expected
 from megajax.pipeline.program import StepProgram
 from megajax.runtime.mesh import make_mesh
 
@@ -118,6 +118,35 @@ def test_expert_groups_send_all_tokens():
     common = gradients[2] / (2 * 3 / 4)
     assert gradients[0] == 2 * 3 / 4 * (common + experts)
     assert gradients[1] == pytest.approx(2 * 3 / 4 * common + 2 * 1 / 2 * experts / 2)
+
+
+def test_tensor_ranks_with_experts_of_their_own_send_their_part_of_the_sequence():
+    """By hand: two ranks of two replicas, or of one, have one or two of four experts; attention's pair is as before."""
+    model = ModelConfig(
+        layers=2, hidden=64, heads=4, vocabulary=128, sequence_length=64, feedforward=32, experts=4, biases=False
+    )
+    how, one = {"data": 4, "tensor": 2, "expert_tensor": 1}, 2 * 4 * 64 * 64 * 2 / 2
+    both, alone = (bytes_by_axis(model, 4, expert=expert, **how) for expert in (4, 2))
+    ends = 2 * one
+    assert both["tensor"] == [4 * one, one, ends] and both["expert and tensor"] == [5 * 3 * one]
+    assert alone["tensor"] == [4 * one, one, ends, 5 * one]
+    full = bytes_by_axis(model, 4, expert=4, recompute="full", **how)["tensor"]
+    assert full == [4 * one, one, one, ends]  # of the repeated forward attention's sum
+    none = bytes_by_axis(model, 4, expert=4, recompute="none", expert_dispatch="all_to_all", **how)
+    assert none["tensor"] == [4 * one, ends]
+    assert none["expert and tensor"] == [pytest.approx(4 * 2 / 4 * 3 * one)]  # a token has two of the four experts
+    # Experts have two replicas, or four; each device has one, or two, in two layers. All else is split as without experts.
+    sums = 2 * 3 / 4 * 2 * 2 * (2 * 64 * 32) * 4 - 2 * 1 / 2 * 2 * (2 * 64 * 32) * 4
+    assert alone["data"][0] - both["data"][0] == sums
+    layout = ParallelConfig(expert=4, recompute="full", **how)
+    found = collectives(StepProgram.of(RunConfig(model, layout, TrainConfig(global_batch_size=16))))
+    small = {(sent.axis, sent.kind): (sent.times, sent.each) for sent in found if not sent.in_papers}
+    logits, choices = 64 * 4 * 4 / 2, 64 * 2 * 4  # bytes that a device sends: half of four logits, and two choices
+    assert small == {
+        ("tensor", "all-gather"): (2 * 2 * 4, logits),
+        ("expert", "all-gather"): (2 * 4 * 4, choices),
+        ("expert", "all-to-all"): (2 * 4, choices),
+    }
 
 
 DENSE = ModelConfig(layers=2, hidden=64, heads=4, vocabulary=128, sequence_length=64)

@@ -15,9 +15,10 @@ from megajax.estimate.expert_dispatch import (
     sent_share,
     with_expert_dispatch,
 )
+from megajax.estimate.expert_kernels import HIDDEN_PASSES, INNER_PASSES
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.program_blocks import Blocks
-from megajax.estimate.rates import NETWORK_HOP, NVLINK_SHARE, RAGGED_PEER, RAGGED_SHARE, START, rates_of
+from megajax.estimate.rates import NETWORK_HOP, NVLINK_HOP, NVLINK_SHARE, RAGGED_PEER, RAGGED_SHARE, START, rates_of
 from megajax.estimate.step_time import step_time
 
 H100 = find_gpu("h100-80gb")
@@ -40,6 +41,8 @@ def run_of(dispatch="auto", capacity=0.0, model="mixtral-8x7b", **parallel) -> R
         (run_of(capacity=1.25), 1.25 * 2 / 8, False),  # the places of one expert
         (run_of(capacity=1.25, tensor=2), 2 * 1.25 * 2 / 8, False),  # of each half of the sequence, as many
         (run_of(capacity=4.0), 2 / 8, True),  # as many as a sample has tokens
+        (run_of(tensor=2, expert_tensor=1), 2 / 8, True),  # an expert on each of two ranks of four replicas
+        (run_of(capacity=1.25, tensor=2, expert_tensor=1), 2 * 1.25 * 2 / 8, False),
     ],
 )
 def test_the_part_of_its_tokens_that_a_replica_sends_to_another_one(run, share, ragged):
@@ -79,6 +82,44 @@ def test_seconds_of_both_dispatches_by_hand():
     full = times("all_to_all", 1.0, **apart)
     assert full == pytest.approx([4 * tokens / 4 / adapter + START + NETWORK_HOP] * 2)
     assert times("gather", expert=1) == (0, 0)
+
+
+def test_seconds_between_tensor_ranks_by_hand():
+    """Eight devices send half of 4096 x 4096 elements: two ranks of four replicas, in a host, or four of each in two."""
+    part, rates = 4096 * 4096, rates_of(H100, "bf16")
+
+    def times(**fields):
+        run = run_of("gather", tensor=2, expert_tensor=1, **fields)
+        return dispatch_times(model_costs(run.model), run.parallel, rates, 2)
+
+    host, adapter = NVLINK_SHARE * 450e9, 0.8 * 50e9
+    for order in ("data", "pipe", "tensor"), ("pipe", "data", "tensor"):
+        assert times(axis_order=order) == pytest.approx([7 * part / host] * 2, rel=0.1)
+    there, back = times(axis_order=("tensor", "pipe", "data"))  # neighbours on tensor are 16 devices apart
+    assert there == pytest.approx(7 * part / (4 * adapter), rel=0.1)
+    assert back == pytest.approx(4 * part / adapter, rel=0.1)
+    there, back = times(pipe=2, axis_order=("data", "pipe", "tensor"))  # and on data four
+    assert there == pytest.approx(7 * part / (4 * adapter), rel=0.1)
+    there, back = times(expert=2, axis_order=("data", "pipe", "tensor"))  # of one replica
+    assert there == pytest.approx(part / host + START + NVLINK_HOP)
+
+
+def test_blocks_of_tensor_ranks_with_experts_of_their_own():
+    """Against half of each expert: as many FLOPs and parameters; half as many rows of the hidden size, and none to sum."""
+    split, whole = run_of("gather", tensor=2, expert=4), run_of("gather", tensor=2, expert_tensor=1)
+    before, after = (Blocks(one, H100) for one in (split, whole))
+    assert after.held == before.held and after.kept == before.kept
+    assert (before.rows, after.rows, before.routed, after.routed) == (4096, 4096, 4096, 2048)
+    *dense, router, into, out = after._products
+    assert (into.inputs, into.outputs, out.inputs, out.outputs) == (4096, 2 * 2 * 14336, 2 * 14336, 4096)
+    assert (router.inputs, router.outputs) == (4096, 8 / 2) and dense == before._products[: len(dense)]
+    assert after.room == 8 * 1 / 2 and before.room == 4 * 2 / 2  # rows for each one that balanced routing gives
+    # hidden elements of rows, those before and after the activation, and those of tokens that arrive, read and summed
+    inner = INNER_PASSES[0] * 2 * 3 * 14336
+    passes = HIDDEN_PASSES[0] * 2 * 4096
+    assert after.expert_rows(0) == 2048 * 2 * (4 * (passes + inner) + 2 * 8 * 4096 + 8 * 4096)
+    assert after.over_tensor(after.sends.forward)[2] == 0 < before.over_tensor(before.sends.forward)[2]
+    assert after.forward.total < before.forward.total
 
 
 def test_tokens_in_8_bits_by_hand():

@@ -298,6 +298,26 @@ def test_experts_are_split_over_their_replicas():
         assert bytes_of_sparse("optimizer", zero=1, expert=expert) == 8 * ((own + common) // 4)
 
 
+def test_tensor_ranks_have_whole_experts_of_their_own():
+    """By hand: one of 4 experts on each of two ranks of two replicas, as many parameters as half of each of two have.
+
+    Half as many rows have whole experts' 2 * 6 elements before the activation, and of the hidden size half as many elements.
+    """
+    own, common = 2 * 3 * 8 * 6, 2 * (4 * 8 * 8 // 2 + 2 * 8 + 8 * 4) + 8 + 128 * 8 // 2
+    whole, split = {"tensor": 2, "expert": 4, "expert_tensor": 1}, {"tensor": 2, "expert": 2}
+    assert bytes_of_sparse("gradients", **whole) == bytes_of_sparse("gradients", **split) == 4 * (own + common)
+    assert bytes_of_sparse("optimizer", zero=1, **whole) == 8 * (common // 4 + own // 2)  # two replicas have the same
+    alone = bytes_of_sparse("optimizer", zero=1, **{**whole, "expert": 2})  # four have
+    assert alone == 8 * (common // 4 + 2 * own // 4)
+    of = lambda part, **more: [bytes_of_sparse(part, pipe=2, **how, **more) for how in (whole, split)]  # noqa: E731
+    folded, before = of("stash", schedule="1f1b", recompute="selective")
+    assert folded == before
+    folded, before = of("stash", schedule="1f1b", recompute="none")
+    assert before - folded == 2 * (2 * 16 * 2 - 2 * 16) * 8
+    folded, before = of("input to weight gradients", schedule="zb_h1")
+    assert before - folded == 2 * (2 * 16 * 2 - 2 * 16) * 8
+
+
 def test_there_is_room_for_all_rows_of_experts_that_can_be_on_a_device():
     """Of a token's 3 choices 2 can be on a replica that has 2 of 4 experts; its group has 2 replicas, so twice 16 tokens."""
     dropping = dataclasses.replace(SPARSE, expert_capacity=0.75)  # an expert takes 9 of a sample's 16 tokens

@@ -13,13 +13,26 @@ import pytest
 from megajax.config import RunConfig
 from megajax.estimate import model_costs, program_blocks, program_kernels
 from megajax.estimate.communication import BLOCKS, ENDS, PERMUTE, STEP, TICKS, Sent, collectives
+from megajax.estimate.expert_dispatch import LOGITS, TOKENS
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.program_time import Program
 from megajax.estimate.rates import Rates
 from megajax.pipeline.program import StepProgram
 from tests.pipeline.test_program import COUNT, random_runs
 
-RUNS = random_runs(COUNT)
+
+def over_tensor(run: RunConfig) -> list[RunConfig]:
+    """The run with experts over tensor ranks too, of one replica or of several, where they can be."""
+    parallel, experts = run.parallel, model_costs(run.model).experts
+    if not experts or parallel.tensor == 1 or "tensor_overlap" in parallel.rings:
+        return []
+    changed = run.with_layout(expert_tensor=1, expert=parallel.tensor * parallel.expert)
+    changed.validate()
+    return [changed]
+
+
+RANDOM = random_runs(COUNT)
+RUNS = RANDOM + sum(map(over_tensor, RANDOM), [])
 AXES = ("tensor", "context", "expert", "pipe", "data")
 
 
@@ -60,6 +73,7 @@ def described(program: StepProgram, value) -> Counter:
     found: Counter = Counter()
     for one in collectives(program):
         axis = "context" if (one.axis, one.kind) == ("data", PERMUTE) else one.axis.split()[0]
+        axis = "expert" if one.what in (TOKENS, LOGITS) else axis  # in some runs over tensor
         if one.part != TICKS:
             found[axis, one.part] += value(one)
     return found
@@ -84,7 +98,7 @@ def priced(model: Program, statistics: float, head: int) -> Counter:
     return found
 
 
-@pytest.mark.parametrize("number", range(COUNT))
+@pytest.mark.parametrize("number", range(len(RUNS)))
 @pytest.mark.parametrize("rates", [Bytes, Times])
 def test_the_time_model_prices_what_the_description_says(number, rates, monkeypatch):
     """Of schedules in which some backwards are whole (dualpipe_v) the time model prices all as split."""
@@ -113,4 +127,6 @@ def test_the_random_runs_have_all_kinds_of_collectives():
         ("pipe", STEP),
         ("data", STEP),
     }
+    folded = [run.parallel.expert_replicas for run in RUNS if run.parallel.experts_over_tensor]
+    assert set(folded) == {1, 2}
     assert any(model_costs(run.model).experts and run.parallel.expert > 1 and run.parallel.tensor > 1 for run in RUNS)

@@ -41,6 +41,18 @@ def test_muons_flops_of_gpt3_175b_by_hand():
     assert {(one.whole, one.split) for one in found} == {(1, 4)}  # of the twelve layers of a stage
 
 
+def test_muons_matrices_of_experts_are_where_the_experts_are():
+    """Eight experts of 14336 x 4096 in each of 32 layers, over two replicas with two tensor ranks: two on each, whole."""
+    layout = {"data": 4, "tensor": 2}
+    found = []
+    for how in ({"expert": 4, "expert_tensor": 1}, {"expert": 2}):
+        run = RunConfig(preset("mixtral-8x7b"), ParallelConfig(**layout, **how), TrainConfig(optimizer="muon"))
+        found.append([one for one in matrices_of(run) if one.columns >= 14336])
+    for one, sharded in zip(*found, strict=True):
+        assert (one.whole, one.split, one.tensor, one.stored) == (32 * 2, 0, 1, 32 * 2 * one.rows * one.columns)
+        assert (sharded.whole, sharded.tensor, sharded.stored, sharded.share) == (16 * 4, 2, one.stored, one.share)
+
+
 def test_the_update_of_muon_is_at_most_one_and_a_half_percent_of_a_step():
     adamw, muon = (step_time(run_of(name), H100) for name in ("adamw", "muon"))
     assert 0.01 < (muon.total - adamw.total) / muon.total < 0.015

@@ -117,6 +117,9 @@ def test_orders_of_axes_and_stages_with_fewer_slots():
     check(question)
     found = [one.run.parallel for one in searched(question)]
     assert {one.axis_order[0] for one in found if one.expert > 1} == {"data", "pipe"}
+    for replicas in (1, 2):  # of one replica the order of axes does not matter
+        folded = [one for one in found if one.experts_over_tensor and one.expert_replicas == replicas]
+        assert {one.axis_order[0] for one in folded if one.pipe > 1} == {"data", *["pipe"] * (replicas > 1)}
     assert {one.pipeline_layout for one in found if one.pipe * one.chunks == 8} == {"E(t|)*2(tt|)*5tL"}
 
 
@@ -174,12 +177,14 @@ def test_blocks_of_split_backwards_take_no_less(run, gpu):
 @given(
     run=layouts_of_blocks,
     expert=st.sampled_from([(1, "gather"), (2, "gather"), (4, "gather"), (4, "bucketed")]),
+    over=st.booleans(),
     gpu=st.sampled_from(["h100-80gb", "a100-80gb", "l40s"]),
 )
-def test_bounds_are_below_those_of_more_that_is_known(run, expert, gpu):
+def test_bounds_are_below_those_of_more_that_is_known(run, expert, over, gpu):
     """Of each operation of a block; and below the time of a step with each schedule."""
     if run.model.experts:
         run = run.with_layout(expert=expert[0], expert_dispatch=expert[1])
+        run = run.with_layout(expert_tensor=1) if over and expert[0] % run.parallel.tensor == 0 else run
     bounds = Bounds(find_gpu(gpu), 64)
     mesh, known = least_of_mesh(bounds, run), bounds.least(run, kernels=True)
     for first, second in zip(mesh.blocks, known.blocks, strict=True):

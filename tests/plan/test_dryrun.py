@@ -61,6 +61,14 @@ def test_it_says_how_tokens_get_to_their_experts(capsys):
     assert found == ["gather", "gather", "all_to_all", "all_to_all"]  # never a ragged one; with capacity, as given
 
 
+def test_it_says_that_tensor_ranks_have_experts_of_their_own(capsys):
+    words = (
+        "--model mixtral-8x7b --gpu h100-80gb --data 8 --pipe 4 --tensor 2 --expert 4 --expert-tensor 1 --model-only"
+    )
+    dryrun.main([*words.split(), "--global-batch-size", "64"])
+    assert "on data 8 (expert 4, expert-tensor 1, dispatch gather) x pipe 4 x tensor 2" in capsys.readouterr().out
+
+
 def test_it_says_which_stages_have_fewer_layers(capsys):
     """Llama 3.1 405B on 16 stages needs the memory of 128 layers."""
     words = (

@@ -1,6 +1,7 @@
 """The planner's command line: its output, the file it writes, and its error messages."""
 
 import dataclasses
+import re
 import sys
 import tomllib
 
@@ -68,6 +69,18 @@ def test_a_sparse_model_names_the_parameters_of_a_token(tmp_path, capsys):
     assert best.expert > 1 and f"  expert {best.expert}" in row
     assert row.endswith("  !") and any(line.startswith("!: less than 5% of the usable memory is free") for line in rest)
     assert read(tmp_path / "plan.toml").model == preset("mixtral-8x7b")
+
+
+def test_experts_over_tensor_ranks_are_in_a_row_and_in_the_plan(tmp_path, capsys):
+    words = "--model mixtral-8x7b --gpus 64 --gpu h100-80gb --global-batch-size 64 --schedule 1f1b --top 64 --zero 1"
+    words += " --recompute selective --expert 4 8 --expert-tensor 1 --context 1 --vocab-parallel pipe --explain e8"
+    assert main([*words.split(), "--out", str(tmp_path / "plan.toml")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line[2:3] == "." and line[:2].strip().isdigit()]
+    assert rows and all(re.search(r"  expert [48], expert-tensor 1", row) for row in rows)
+    assert not any(row.split()[1] == "1" for row in rows)  # tensor
+    assert read(tmp_path / "plan.toml").parallel.expert_tensor == 1
+    assert any(line.startswith("e8: the best of") and "expert 8, expert tensor 1" in line for line in lines)
 
 
 def test_a_changed_model_is_written_as_what_differs_from_its_preset(tmp_path):

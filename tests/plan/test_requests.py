@@ -44,6 +44,8 @@ def one_line(command, words, capsys) -> str:
         (f"{RUN} --microbatch-size 3", "with --microbatch-size 3: omit --microbatch-size"),
         (f"{RUN} --expert 2", "expert = 2, but gpt3-175b has no experts: omit --expert"),
         (f"--model mixtral-8x7b --gpu b200 --gpus 8 {BATCH} --expert 3", "pass --expert 1 2 4 8."),
+        (f"--model mixtral-8x7b --gpu b200 --gpus 8 {BATCH} --expert-tensor 2", "'2' is neither tensor nor 1"),
+        (f"{RUN} --expert-tensor 1", "with --expert-tensor 1: omit --expert-tensor"),
         (f"{RUN} --hidden 100", "hidden = 100 is not a multiple of heads = 96: pass --heads"),
         (f"{RUN} --tokens nan", "--tokens: nan must be a number, above 0"),
         (f"{RUN} --memory-margin 2", "--memory-margin: 2.0 must be a number, 0 or more and below 1"),

@@ -136,10 +136,26 @@ def test_degrees_of_expert_parallelism_divide_experts_and_replicas():
     question = Question(model, 16, h100, 16, microbatches=(1,), recomputes=("full",), schedules=("1f1b",))
     runs = [one.run.parallel for one in search(question)]
     for data in {one.data for one in runs}:
-        assert {one.expert for one in runs if one.data == data} == {n for n in (1, 2, 4, 8) if data % n == 0}
+        found = {one.expert for one in runs if one.data == data and one.expert_tensor is None}
+        assert found == {n for n in (1, 2, 4, 8) if data % n == 0}
+    for tensor, data in {(one.tensor, one.data) for one in runs}:  # or the tensor ranks of some replicas split them
+        found = {one.expert for one in runs if one.expert_tensor == 1 and (one.tensor, one.data) == (tensor, data)}
+        every = {tensor * n for n in (1, 2, 4, 8) if data % n == 0 and 8 % (tensor * n) == 0}
+        assert found == (every if tensor > 1 else set())
+    asked = {one.run.parallel for one in search(dataclasses.replace(question, expert_tensor=(None,)))}
+    assert asked == {one for one in runs if one.expert_tensor is None}
     assert {one.run.parallel.expert for one in search(dataclasses.replace(question, expert=(4, 16)))} == {4}
     with pytest.raises(ConfigError, match="with --expert 16: omit --expert"):
         search(dataclasses.replace(question, expert=(16,)))
+
+
+def test_experts_over_tensor_ranks_are_faster_where_experts_are_narrow():
+    """Qwen3-30B-A3B on two hosts, with tensor groups of four: no tokens of several replicas are gathered over tensor."""
+    question = Question(preset("qwen3-30b-a3b"), 16, find_gpu("h100-80gb"), 64, tensor_sizes=(4,), zero=(1,))
+    question = dataclasses.replace(question, microbatches=(1,), schedules=("1f1b",), recomputes=("selective",))
+    best = best_by((one for one in search(question) if one.fits), lambda one: one.run.parallel.expert_tensor)
+    assert best[1].time.total < best[None].time.total
+    assert best[1].time.tensor < best[None].time.tensor
 
 
 def test_nothing_legal_and_nothing_that_fits():

@@ -13,6 +13,7 @@ from jax import lax
 from megajax import ConfigError, make_schedule, pipelined_forward, pipelined_loss
 from megajax.models.interface import mean_loss
 from megajax.schedules.schedule import ScheduleError
+from megajax.train.pipelined_setup import run_of, with_all_axes
 from tests import small
 
 AXES = ("data", "pipe", "tensor")
@@ -153,6 +154,19 @@ def test_a_loss_that_would_hang_is_refused():
     loss = pipelined_loss(small.MODEL, "1f1b", mesh(), microbatches=4, loss=shifted)
     with pytest.raises(ConfigError, match="would hang"):
         jax.jit(jax.grad(loss))(loss.place(small.busy_params(small.MODEL)), batch())
+
+
+def test_experts_are_split_over_the_axes_of_the_mesh():
+    """With expert_tensor = 1 over expert and tensor, of which there may be the second one alone."""
+    of = functools.partial(run_of, small.SPARSE, "1f1b", microbatches=2, precision="fp32")
+    for names, options, degree in (
+        (("data", "expert", "tensor"), {}, 2),
+        (("data", "expert", "tensor"), {"expert_tensor": 1}, 4),
+        (("data", "pipe", "tensor"), {"expert_tensor": 1}, 2),
+    ):
+        one = mesh(2, 2, 2, names=names)
+        found = of(mesh=one, options=options).parallel
+        assert found.expert == degree and found.mesh_sizes == dict(with_all_axes(one).shape)
 
 
 def make(schedule="1f1b", sizes=(2, 2, 2), names=AXES, microbatches=4, **options):

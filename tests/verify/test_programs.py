@@ -49,6 +49,18 @@ def test_degrees_of_parallelism():
     assert len(found) <= 12
 
 
+def test_experts_over_tensor_ranks():
+    how = {"data": 2, "tensor": 2, "expert": 2}
+    found = words(program_of("moe-tiny", **how), program_of("moe-tiny", **how | {"expert": 4, "expert_tensor": 1}))
+    assert found["parameters"] == [
+        "tensor 2, expert 2; 2 replicas",
+        "tensor 2, expert 4, of tensor ranks too; 2 replicas",
+    ]
+    over = {name: cells for name, cells in found.items() if name.startswith("over ")}
+    assert over.keys() == {"over tensor", "over expert", "over expert and tensor"}
+    assert over["over expert and tensor"][0] == "nothing"
+
+
 def test_a_choice_of_attention_and_ticks_that_merge():
     a = program_of(pipe=2, tensor=2, chunks=2, attention=Choice("cudnn", "the fastest that these devices have"))
     found = words(a, program_of(pipe=2, tensor=2, chunks=2, updates_in_place=False))
