@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megajax.ops.in_place import ADDEND, OF_PART
 from megajax.ops.order import wait_for_all
-from megajax.pipeline.jaxprs import bind, inlined_jaxpr, read
+from megajax.pipeline.jaxprs import SAME, bind, inlined_jaxpr, read
 from megajax.runtime.compat import Literal
 
 __all__ = ["with_loops_in_order"]
@@ -22,7 +23,8 @@ def with_loops_in_order(function: Callable, given: int = 0) -> Callable:
     """`function`, of pytrees of arrays, with every `while` loop after the equations before it, and before those after it.
 
     The loop's scalars, one of which is its number of iterations, wait for the arguments and for all that is computed before
-    and needed after the loop; then these wait for the loop's results (`ops.order`).
+    and needed after the loop; then these wait for the loop's results (`ops.order`). Parts of stacks do not that only kernels
+    need, which read them there (`ops.in_place`).
 
     Args:
       function: see above.
@@ -44,20 +46,33 @@ def _in_order(closed, arguments: list[jax.Array], given: int) -> list[jax.Array]
     """Evaluates a closed jaxpr in which all calls are inlined."""
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
-    there = {*jaxpr.constvars, *jaxpr.invars[:given]}
+    there, parts = {*jaxpr.constvars, *jaxpr.invars[:given]}, _parts(jaxpr)
     last = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in _variables(eqn.invars)}
     last |= dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
     for index, eqn in enumerate(jaxpr.eqns):
         if not _is_loop(eqn):
             bind(eqn, values)
             continue
-        live = {var: value for var, value in values.items() if last.get(var, 0) > index and _can_wait(value)}
+        needed = {var: value for var, value in values.items() if last.get(var, 0) > index and var not in parts}
+        live = {var: value for var, value in needed.items() if _can_wait(value)}
         scalars = {var: values[var] for var in _variables(eqn.invars) if not var.aval.shape and _can_wait(values[var])}
         before = [value for var, value in live.items() if var not in there]
         bind(eqn, found := values | _waiting(before, scalars))
         results = {var: found[var] for var in eqn.outvars}
         values |= results | _waiting(filter(_can_wait, results.values()), live)
     return [read(values, var) for var in jaxpr.outvars]
+
+
+def _parts(jaxpr) -> set:
+    """The variables that nothing needs but kernels that can read them where they are stored."""
+    parts, others = set(), set(_variables(jaxpr.outvars))
+    for eqn in reversed(jaxpr.eqns):
+        count = eqn.params["parts"] if eqn.primitive in (ADDEND, OF_PART) else 0
+        if eqn.primitive.name in SAME and eqn.outvars[0] in parts - others:
+            count = len(eqn.invars)
+        parts.update(_variables(eqn.invars[:count]))
+        others.update(_variables(eqn.invars[count:]))
+    return parts - others
 
 
 def _waiting(received: Iterable[jax.Array], values: dict) -> dict:
