@@ -85,7 +85,9 @@ def _has_loop(jaxpr) -> bool:
 
 
 def _is_loop(eqn) -> bool:
-    """Whether an equation is a `while` loop, or has one in a jaxpr of its parameters."""
+    """Whether an equation is a `while` loop, or has one in a jaxpr of its parameters; those of a kernel send nothing."""
+    if eqn.primitive.name == "pallas_call":
+        return False
     values = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple) else (value,))]
     jaxprs = [getattr(value, "jaxpr", value) for value in values]
     return eqn.primitive.name == "while" or any(_has_loop(jaxpr) for jaxpr in jaxprs if hasattr(jaxpr, "eqns"))
