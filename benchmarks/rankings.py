@@ -161,6 +161,7 @@ def layout(run: RunConfig) -> str:
     parts += [mesh.schedule] if mesh.pipe > 1 else []
     parts += [mesh.context_exchange] if mesh.context > 1 else []
     parts += [mesh.expert_dispatch] if mesh.expert > 1 else []
+    parts += ["expert-tensor 1"] if mesh.experts_over_tensor else []
     return " ".join(parts)
 
 

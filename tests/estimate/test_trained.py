@@ -36,8 +36,10 @@ def run_of(model=LORA, freeze=(), **parallel):
         run_of(data=4, pipe=2, zero=3),
         run_of(preset("llama2-7b"), ("blocks/attention/*", "shared/*"), data=2, pipe=2, tensor=2, zero=1),
         run_of(preset("mixtral-8x7b"), ("blocks/feedforward/*",), data=2, pipe=4, expert=2),
+        run_of(preset("mixtral-8x7b"), ("blocks/feedforward/*",), data=2, pipe=4, tensor=2, expert=4, expert_tensor=1),
+        run_of(preset("mixtral-8x7b"), ("shared/*",), data=4, tensor=2, expert=4, expert_tensor=1, zero=1),
     ],
-    ids=["lora", "lora zero1", "lora zero3", "freeze", "experts"],
+    ids=["lora", "lora zero1", "lora zero3", "freeze", "experts", "experts of ranks", "experts of ranks zero1"],
 )
 def test_weights_and_optimizer_are_the_bytes_on_a_device(run):
     """Shapes and shardings of the program, by jax.eval_shape."""
