@@ -30,7 +30,7 @@ class Part:
 
     Attributes:
       layers: [pipeline ranks, groups of replicas, layers of a group, *the array's axes].
-      entries: the mesh axes of each of these axes, without "tensor".
+      entries: the mesh axes of each of these axes, without that of `tensor_axis`.
       tensor_axis: the array's axis that is split over the tensor group where parameters are stored; None: none is.
       is_split: whether these arrays are split over it here too, and not its layers.
       mesh: None: there is one device.
@@ -66,13 +66,12 @@ def layer_counts(layers: int, groups: int, tensor: int) -> tuple[int, int, int]:
     return of_group, of_group // tensor, of_group % tensor
 
 
-def on_whole_layers(
-    mesh: Mesh | None = None, specs: Tree = None
-) -> Callable[[Callable[[tuple, Part], jax.Array], Tree], Tree]:
-    """`OptimizerContext.on_whole_layers`, to be traced: `apply(function, tree)`.
+def on_whole_layers(mesh: Mesh | None = None, specs: Tree = None) -> Callable[..., Tree]:
+    """`OptimizerContext.on_whole_layers`, to be traced: `apply(function, tree, is_batch)`.
 
     `function(path, part)` returns an array of the shape of `part.layers`; called for each `Part` of each leaf of a tree
-    like (some of) the parameters of blocks, [chunks, pipe, slots of a stage, ...].
+    like (some of) the parameters of blocks, [chunks, pipe, slots of a stage, ...]. `is_batch(path, axis)`: whether it needs
+    no whole axis of an array, such as that of experts: a tensor group that has split one keeps it so.
 
     Args:
       mesh: of the run; None: one device.
@@ -80,10 +79,15 @@ def on_whole_layers(
     """
     stored = parameters_by_path(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
 
-    def apply(function: Callable[[tuple, Part], jax.Array], tree: Tree) -> Tree:
+    def apply(
+        function: Callable[[tuple, Part], jax.Array],
+        tree: Tree,
+        is_batch: Callable[[tuple, int], bool] = lambda path, axis: False,
+    ) -> Tree:
         def one(path, leaf):
             path = tuple(path)
-            return _of_leaf(lambda part: function(path, part), leaf, stored.get(path, PartitionSpec()), mesh)
+            batch = [axis for axis in range(leaf.ndim - STACK) if is_batch(path, axis)]
+            return _of_leaf(lambda part: function(path, part), leaf, stored.get(path, PartitionSpec()), batch, mesh)
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -91,7 +95,7 @@ def on_whole_layers(
 
 
 def _of_leaf(
-    function: Callable[[Part], jax.Array], leaf: jax.Array, spec: PartitionSpec, mesh: Mesh | None
+    function: Callable[[Part], jax.Array], leaf: jax.Array, spec: PartitionSpec, batch: list[int], mesh: Mesh | None
 ) -> jax.Array:
     sizes: Mapping[str, int] = mesh.shape if mesh is not None else {}
     chunks, ranks, slots, *array = leaf.shape
@@ -101,8 +105,8 @@ def _of_leaf(
     has_layers = "data" in entries[STACK - 1]  # replicas have whole layers
     replicas = entries[STACK - 1] if has_layers else next((names for names in own if "data" in names), ())
     rest = [() if "data" in names else names for names in own]
-    tensor_axis = next((place for place, names in enumerate(rest) if "tensor" in names), None)
-    without = [tuple(name for name in names if name != "tensor") for names in rest]
+    tensor_axis = next((place for place, names in enumerate(rest) if "tensor" in names and place not in batch), None)
+    without = [() if place == tensor_axis else names for place, names in enumerate(rest)]
     groups, layers = math.prod(sizes[name] for name in replicas), chunks * slots
     tensor = 1 if tensor_axis is None else sizes["tensor"]
     of_group, each, _ = layer_counts(layers, groups, tensor)

@@ -241,7 +241,9 @@ SPARSE = dataclasses.replace(small.SPARSE, layers=4, dense_layers=1, dense_feedf
 @pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_experts_and_layers_of_several_kinds_are_updated_as_on_one_device(name):
     results = []
-    for layout in ({"mesh": (1, 1, 1), "schedule": "1f1b"}, {"mesh": (2, 2, 1), "expert": 2, "zero": 1}):
+    layouts = [{"mesh": (1, 1, 1), "schedule": "1f1b"}, {"mesh": (2, 2, 1), "expert": 2, "zero": 1}]
+    layouts.append({"mesh": (2, 1, 2), "expert": 4, "expert_tensor": 1, "zero": 1})
+    for layout in layouts:
         run = small.make_run(**layout, model=SPARSE, train={"optimizer": name})
         training = make_training(run, make_mesh(run.parallel))
         params, state = start(training)
@@ -249,7 +251,24 @@ def test_experts_and_layers_of_several_kinds_are_updated_as_on_one_device(name):
         with jax.set_mesh(training.mesh):
             params, _ = updated(training)(params, state, small.place(training, gradients))
         results.append(small.canonical(params, training))
-    assert_close(*results)
+    first, *others = results
+    for other in others:
+        assert_close(first, other)
+
+
+@pytest.mark.slow
+def test_whole_experts_of_tensor_ranks_are_not_sent_for_their_update():
+    """Of such a rank Muon sends the parts of attention's and dense matrices alone."""
+
+    def sent(**layout):
+        run = small.make_run((1, 1, 2), schedule="1f1b", model=SPARSE, train={"optimizer": "muon"}, **layout)
+        training = make_training(run, make_mesh(run.parallel))
+        shapes = training.state_shapes
+        with jax.set_mesh(training.mesh):
+            lowered = updated(training).lower(shapes.params, shapes.optimizer_state, shapes.params)
+        return len(re.findall(r" all-to-all(?:-start)?\(", lowered.compile().as_text()))
+
+    assert 0 < sent(expert=2, expert_tensor=1) < sent()
 
 
 def sharding_of(case: Case, layout: str, part: str) -> dict[str, tuple]:

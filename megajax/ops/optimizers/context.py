@@ -9,7 +9,7 @@ import optax
 
 from megajax.config import TrainConfig
 from megajax.ops.optimizers.stacked import per_layer
-from megajax.sharding.whole_layers import Part, on_whole_layers
+from megajax.sharding.whole_layers import on_whole_layers
 
 Tree = Any
 Rate = Callable[[jax.Array], jax.Array]
@@ -30,8 +30,8 @@ class OptimizerContext:
       rate_at, decay_at: learning rate and weight decay as functions of the samples trained on, int32 scalars that include
         the update's own; `update` is given them as its keyword argument `samples`.
       vocabulary: tokens of the model, if it has a vocabulary; an axis of that name is padded with rows of zeros.
-      on_whole_layers: `(function, tree)` -> the function of each leaf of a tree like (some of) the parameters of blocks,
-        computed where a device has whole arrays of some layers; see `megajax.sharding.whole_layers`.
+      on_whole_layers: `(function, tree, is_batch)` -> the function of each leaf of a tree like (some of) the parameters of
+        blocks, computed where a device has whole arrays of some layers; see `megajax.sharding.whole_layers`.
       model_decay_mask: `PipelineModel.decay_mask` itself; None: it is `decay_mask`.
       samples_after: the samples trained on after an update, as a function of the number of updates before it.
     """
@@ -43,7 +43,7 @@ class OptimizerContext:
     decay_at: Rate
     samples_after: Rate
     vocabulary: int | None = None
-    on_whole_layers: Callable[[Callable[[tuple, Part], jax.Array], Tree], Tree] = on_whole_layers()
+    on_whole_layers: Callable[..., Tree] = on_whole_layers()
     model_decay_mask: Tree | None = None
 
     def learning_rate(self, count: jax.Array) -> jax.Array:

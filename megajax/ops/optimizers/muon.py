@@ -66,6 +66,9 @@ def _orthogonal(context: OptimizerContext, matrices: Any) -> optax.GradientTrans
     train, axes = context.train, parameters_by_path(matrices, is_leaf=_is_axes)
     dtype = jnp.float32 if train.precision == "fp32" else jnp.bfloat16
 
+    def is_batch(path: tuple, axis: int) -> bool:
+        return axis not in (*axes[path].reduction_axis, *axes[path].output_axis)
+
     def one(path: tuple, part: Part) -> jax.Array:
         """The scaled update of the layers of a part."""
         x, lead = part.layers, STACK
@@ -73,7 +76,7 @@ def _orthogonal(context: OptimizerContext, matrices: Any) -> optax.GradientTrans
             sorted(side, key=lambda axis: axis != part.tensor_axis)  # so that the reshape keeps its sharding
             for side in (axes[path].reduction_axis, axes[path].output_axis)
         )
-        batch = [axis for axis in range(x.ndim - lead) if axis not in (*reduction, *output)]
+        batch = [axis for axis in range(x.ndim - lead) if is_batch(path, axis)]
         order = [*range(lead), *(lead + axis for axis in (*batch, *reduction, *output))]
         x = x.transpose(order)
         turned, rows = x.shape, math.prod(x.shape[lead + len(batch) :][: len(reduction)])
@@ -86,7 +89,7 @@ def _orthogonal(context: OptimizerContext, matrices: Any) -> optax.GradientTrans
         return x.reshape(turned).transpose([order.index(axis) for axis in range(len(order))])
 
     def update(updates, state, params=None):
-        results = context.on_whole_layers(one, jax.tree.map(lambda update: update.astype(dtype), updates))
+        results = context.on_whole_layers(one, jax.tree.map(lambda update: update.astype(dtype), updates), is_batch)
         return jax.tree.map(lambda result: result.astype(jnp.float32), results), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
