@@ -55,9 +55,9 @@ COMMAND_OPTIONS: dict[str, frozenset[str]] = {
     "plan": MODEL
     | _words(
         "--attention --budget --calibrate --cluster --compare --compile --context --deadline --ema-decay --expert "
-        "--explain --fp8 --freeze --global-batch-size --gpu --gpus --html --import --json --memory-margin "
-        "--microbatch-size --model --optimizer --out --plot --precision --recompute --scaling --schedule --search "
-        "--tokens --top --vocab-parallel --zero"
+        "--expert-tensor --explain --fp8 --freeze --global-batch-size --gpu --gpus --html --import --json "
+        "--memory-margin --microbatch-size --model --optimizer --out --plot --precision --recompute --scaling --schedule "
+        "--search --tokens --top --vocab-parallel --zero"
     ),
     "dryrun": _words("--cluster --gpu --import --json --model-only --run --save-hlo --timeout"),
     "calibrate": LAUNCH | _words("--calibrate --cluster --devices --gpu --host-size --import --precision"),
