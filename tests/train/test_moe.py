@@ -83,7 +83,7 @@ DROPPING_LONG = [
     ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 1, "expert_dispatch": "all_to_all"}),
     ((4, 2, 1), "1f1b", 1, 4, {"expert": 2, "recompute": "full", "expert_dispatch": "all_to_all"}),
     ((4, 1, 2), "1f1b", 1, 4, {"expert": 2, "sequence_parallel": False, "expert_dispatch": "all_to_all"}),
-    ((4, 1, 2), "1f1b", 1, 4, {"expert": 4, "expert_tensor": 1, "expert_dispatch": "all_to_all"}),
+    ((4, 1, 2), "1f1b", 1, 4, {"expert": 2, "expert_tensor": 1, "expert_dispatch": "all_to_all"}),
     ((2, 2, 2), "zb_v", 2, 4, {"expert": 2, "zero": 1, "expert_dispatch": "bucketed"}),
 ]
 EXPERT_GRID = [
