@@ -110,3 +110,41 @@ def test_tokens_are_sent_where_they_chose_an_expert(monkeypatch, group, most, ra
     total = np.zeros(x.size + 1)
     np.add.at(total, index.reshape(-1), back.reshape(-1))
     np.testing.assert_allclose(summed, total[1:].reshape(x.shape), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_tokens_are_sent_to_the_tensor_ranks_that_have_their_experts(monkeypatch, ragged):
+    """Of each rank its part of the sequence, to any of the eight: each has one whole expert."""
+    monkeypatch.setattr(lax, "ragged_all_to_all", ragged_by_gathering)
+    members, part = REPLICAS * TENSOR, LENGTH // TENSOR
+    room, chosen, draw = SAMPLES * part, drawn_choices(ANY), np.random.default_rng(0)
+    group = ExpertGroup(members, P(None, "tensor", None), TENSOR, "all_to_all", ragged, axes=("expert", "tensor"))
+    x = draw.normal(size=(*chosen.shape[:2], WIDTH)).astype(np.float32)
+    back = draw.normal(size=(members, members, room, WIDTH)).astype(np.float32)
+
+    def everything(chosen, x, back):
+        everyones = group.of_members(lax.all_gather(chosen, "expert", tiled=True))
+        exchange = all_to_all(group, everyones, ANY, LENGTH)
+        sent, send_transpose = jax.vjp(exchange.send, x)
+        summed, collect_transpose = jax.vjp(exchange.collect, back)
+        return sent, *send_transpose(back), summed, *collect_transpose(x), exchange.choices(everyones)
+
+    mesh = jax.make_mesh((REPLICAS, TENSOR), ("expert", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(everything, in_specs=P("expert"), out_specs=P("expert"), axis_names={"expert"})
+        sent, sent_gradient, summed, summed_gradient, choices = map(np.asarray, jax.jit(mapped)(chosen, x, back))
+    expected, own, total = np.zeros_like(sent), np.full((members, members, room, CHOICES), -1), np.zeros_like(x)
+    for to, source in np.ndindex(members, members):
+        replica, rank = divmod(source, TENSOR)
+        samples = range(replica * SAMPLES, (replica + 1) * SAMPLES)
+        tokens = [(sample, token) for sample in samples for token in range(rank * part, (rank + 1) * part)]
+        for place, of in enumerate(of for of in tokens if (chosen[of] == to).any()):  # expert `to` is member `to`'s
+            expected[to, source, place], own[to, source, place] = x[of], chosen[of]
+            total[of] += back[to, source, place]
+    np.testing.assert_array_equal(sent, expected)
+    np.testing.assert_array_equal(summed_gradient, sent)
+    np.testing.assert_array_equal(sent_gradient, summed)
+    np.testing.assert_allclose(summed, total, rtol=1e-6, atol=1e-6)
+    choices = choices.reshape(own.shape)
+    np.testing.assert_array_equal(choices[own >= 0], own[own >= 0])
+    assert (choices != np.arange(members)[:, None, None, None]).all(-1)[(own < 0).all(-1)].all()
