@@ -23,6 +23,7 @@ __all__ = [
     "DispatchSeconds",
     "GATHER",
     "LOGITS",
+    "SUMS",
     "TENSOR_HIDDEN",
     "TOKENS",
     "by_all_to_all",
@@ -35,8 +36,9 @@ __all__ = [
     "with_expert_dispatch",
 ]
 
-GATHER, ALL_TO_ALL = "all-gather", "all-to-all"
-TOKENS, CHOICES, LOGITS = "tokens and experts' results", "choices of experts", "routers' logits"
+GATHER, ALL_TO_ALL, REDUCE = "all-gather", "all-to-all", "all-reduce"
+TOKENS, CHOICES = "tokens and experts' results", "choices of experts"
+LOGITS, SUMS = "routers' logits", "routers' gradients"
 CHOICE = 4  # bytes: an expert's number, its weight; a logit of a router
 TENSOR_HIDDEN = 0.4  # with tensor parallelism the part of a merged tick's exchanges that matmuls hide
 
@@ -58,8 +60,8 @@ class Dispatch(NamedTuple):
         groups = [sizes[axis] for axis in self.axes]
         degree = math.prod(size for _, size in groups)
         here = math.prod(devices_here(parallel, rates.host_size, size, axis) for axis, size in groups)
-        if self.kind == GATHER:
-            return rates.collective(GATHER, self.each, degree, here)
+        if self.kind != ALL_TO_ALL:
+            return rates.collective(self.kind, self.each, degree, here)
         return rates.all_to_all(self.each / (degree - 1), degree, here, self.ragged)
 
 
@@ -76,8 +78,9 @@ def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int, sent: flo
     By all-gather, and the results by a sum where they arrive, which is an all-to-all; gradients likewise. Except with
     recompute none, the backward sends the tokens again, for the weights' gradients. Of each token also its experts' numbers
     and weights, over replicas, in the forward and where it is repeated, and the weights' gradients. Where tensor ranks have
-    experts of their own, their router reads a part of the sequence, and its logits are gathered, which full recomputation
-    repeats. `item`: bytes of an activation; `sent`: those of `sent_bytes`, of what is sent to experts, if they differ.
+    experts of their own, their router reads a part of the sequence: its logits are gathered, which full recomputation
+    repeats, and the gradients of its matrix and of choices' weights are sums over tensor. `item`: bytes of an activation;
+    `sent`: those of `sent_bytes`, of what is sent to experts, if they differ.
     """
     degree, again = parallel.expert, int(parallel.recompute != "none")
     if degree == 1 or model.experts is None:
@@ -92,7 +95,11 @@ def dispatches(model: ModelCosts, parallel: ParallelConfig, item: int, sent: flo
             counts = (there, 1, 1 + again), (part, 1, 1)
             tokens = [Dispatch(TOKENS, ALL_TO_ALL, share * each, *own, ragged) for each, *own in counts]
     over = (*["expert"] * (parallel.expert_replicas > 1), *["tensor"] * parallel.experts_over_tensor)
-    return [*(one._replace(axes=over) for one in tokens), *_choices(model, parallel, again), *_logits(model, parallel)]
+    return [
+        *(one._replace(axes=over) for one in tokens),
+        *_choices(model, parallel, again),
+        *_of_ranks(model, parallel),
+    ]
 
 
 def _choices(model: ModelCosts, parallel: ParallelConfig, again: int) -> list[Dispatch]:
@@ -103,19 +110,26 @@ def _choices(model: ModelCosts, parallel: ParallelConfig, again: int) -> list[Di
     return found if others else []
 
 
-def _logits(model: ModelCosts, parallel: ParallelConfig) -> list[Dispatch]:
-    """Those of a router that reads a part of the sequence on each tensor rank."""
+def _of_ranks(model: ModelCosts, parallel: ParallelConfig) -> list[Dispatch]:
+    """Of a router that reads a part of the sequence on each tensor rank, whose rows are its own."""
     if not parallel.experts_over_tensor:
         return []
-    each = rows_of(model, parallel) * model.experts.choice.count * CHOICE * (parallel.tensor - 1) / parallel.tensor
-    return [Dispatch(LOGITS, GATHER, each, 1, int(parallel.recompute == "full"), axes=("tensor",))]
+    choice, rows, each = (
+        model.experts.choice,
+        rows_of(model, parallel),
+        CHOICE * (parallel.tensor - 1) / parallel.tensor,
+    )
+    counts = (LOGITS, GATHER, rows * choice.count, 1, int(parallel.recompute == "full"))
+    sums = ((SUMS, REDUCE, 2 * size, 0, 1) for size in (model.hidden * choice.count, rows * choice.chosen))
+    return [Dispatch(what, kind, size * each, *times, axes=("tensor",)) for what, kind, size, *times in (counts, *sums)]
 
 
 def formula_of(one: Dispatch, model: ModelCosts, parallel: ParallelConfig, apart: bool) -> str:
     """What those of a name send, with the letters of `communication.py`; `apart`: those of tokens have two sizes."""
     again, count = parallel.recompute != "none", one.forward + one.backward
-    if one.what == LOGITS:
-        return f"{count} bsE of 4 bytes (t-1)/t"
+    if one.what in (LOGITS, SUMS):
+        size = "bsE" if one.what == LOGITS else "hE or bsk"
+        return f"{count * (1 + (one.what == SUMS))} {size} of 4 bytes (t-1)/t"
     if one.what == CHOICES:
         return f"{2 * (1 + again) + 1} ({'R' if parallel.experts_over_tensor else 'N'}-1) bs k of 4 bytes"
     share = f"{sent_share(model.experts, parallel)[0]:.3g} of " if by_all_to_all(model.experts, parallel) else ""

@@ -34,6 +34,7 @@ ROUNDS = (1, 3)
 # of them with all-to-all or rounds.
 GATHERED_PASSES, SUMMED_PASSES, RECEIVED_PASSES, SENT_PASSES = (4, 6), (1, 2), (1, 4), (2, 4)
 EXPERT_KERNELS, ROUTED_KERNELS = (25, 45), (15, 20)
+RANK_KERNELS = 10, 12  # more of them where tensor ranks have experts of their own: of logits and of each rank's choices
 # Where tokens are sent in 8 bits: passes that have them so, over what is received, and those that make them, over a
 # replica's own tokens (read off the program of two of DeepSeek-V3's layers).
 PASSES_IN_8_BITS, ROUNDING_PASSES = (2, 4), (4.5, 4.5)
@@ -94,6 +95,7 @@ class ExpertKernels(Kernels):
         experts = self.model.experts
         rounds = experts.in_rounds(parallel.expert, parallel.expert_dispatch)
         kernels = EXPERT_KERNELS[backward] + ROUTED_KERNELS[backward] * (rounds or by_all_to_all(experts, parallel))
+        kernels += RANK_KERNELS[backward] * parallel.experts_over_tensor
         waits = Work(waits=rounds * ROUNDS[backward] * self.rates.synchronisation)
         return self.traffic(weights + sums + self.expert_rows(backward), kernels) + waits
 

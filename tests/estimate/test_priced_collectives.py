@@ -13,7 +13,7 @@ import pytest
 from megajax.config import RunConfig
 from megajax.estimate import model_costs, program_blocks, program_kernels
 from megajax.estimate.communication import BLOCKS, ENDS, PERMUTE, STEP, TICKS, Sent, collectives
-from megajax.estimate.expert_dispatch import LOGITS, TOKENS
+from megajax.estimate.expert_dispatch import LOGITS, SUMS, TOKENS
 from megajax.estimate.gpus import find_gpu
 from megajax.estimate.program_time import Program
 from megajax.estimate.rates import Rates
@@ -73,7 +73,7 @@ def described(program: StepProgram, value) -> Counter:
     found: Counter = Counter()
     for one in collectives(program):
         axis = "context" if (one.axis, one.kind) == ("data", PERMUTE) else one.axis.split()[0]
-        axis = "expert" if one.what in (TOKENS, LOGITS) else axis  # in some runs over tensor
+        axis = "expert" if one.what in (TOKENS, LOGITS, SUMS) else axis  # in some runs over tensor
         if one.part != TICKS:
             found[axis, one.part] += value(one)
     return found
