@@ -103,7 +103,7 @@ def dense(tokens, weights, up, down, experts, gradient):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [XLA, pytest.param(INTERPRETED, marks=pytest.mark.slow)], ids=["xla", "pallas"])
-@pytest.mark.parametrize("over_tensor", [False, True], ids=["replicas", "tensor ranks"])
+@pytest.mark.parametrize("over_tensor", [False, True], ids=["replicas", "ranks"])
 @pytest.mark.parametrize("first", [1.0, pytest.param(1.5, marks=pytest.mark.slow)], ids=["all_to_all", "gather"])
 def test_any_load_equals_the_dense_reference(monkeypatch, kernel, first, over_tensor):
     """And all members of a group run as many rounds: the program's collectives are consistent.
