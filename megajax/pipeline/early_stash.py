@@ -23,7 +23,7 @@ from jax import lax
 from megajax.ops.gated_down import KEPT
 from megajax.ops.in_place import OF_PART
 from megajax.ops.norm_kernel import NORM, saved_norm
-from megajax.pipeline.jaxprs import SAME, VIEWS, Parts, inlined_jaxpr, read
+from megajax.pipeline.jaxprs import SAME, VIEWS, Parts, given_values, inlined_jaxpr, read, variables_of
 from megajax.pipeline.stash import StashRef
 from megajax.runtime.compat import Literal
 
@@ -63,9 +63,7 @@ def stash_as_computed(
     skipped = {index for _, indices in norms.values() for index in indices}
     at = [stash.place(place, whole, block) for place, whole in enumerate(buffers)]
     written: dict[int, list] = {}  # places of values that are no matmuls' results, and the names of each
-    last_use = {
-        var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if not isinstance(var, Literal)
-    }
+    last_use = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in variables_of(eqn.invars)}
     x, terms_of_x = None, []
     if residual is not None:
         x = jaxpr.invars[residual[0]]
@@ -202,9 +200,8 @@ def _traced(function: Callable, arguments: Sequence[jax.Array]) -> tuple[Any, di
     """
     closed = inlined_jaxpr(lambda *leaves: jax.tree.leaves(function(*leaves)), *arguments)
     jaxpr = closed.jaxpr
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    return jaxpr, makers, values, jax.tree.structure(jax.eval_shape(function, *arguments)[0])
+    return jaxpr, makers, given_values(closed, arguments), jax.tree.structure(jax.eval_shape(function, *arguments)[0])
 
 
 def _written_by_kernel(

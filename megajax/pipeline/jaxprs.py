@@ -101,9 +101,9 @@ def freed_arguments(function: Callable, *arguments: jax.Array) -> frozenset[int]
     jaxpr = inlined_jaxpr(function, *arguments).jaxpr
     readers: dict[Any, list] = {}
     for eqn in jaxpr.eqns:
-        for var in _variables(eqn.invars):
+        for var in variables_of(eqn.invars):
             readers.setdefault(var, []).append(eqn)
-    results = set(_variables(jaxpr.outvars))
+    results = set(variables_of(jaxpr.outvars))
 
     def freed(var) -> bool:
         if var in results or len(own := readers.get(var, [])) != 1:
@@ -117,10 +117,6 @@ def _frees(eqn) -> bool:
     return eqn.primitive is OF_PART and getattr(eqn.params["of_stack"], "frees", False)
 
 
-def _variables(operands: Sequence) -> list:
-    return [var for var in operands if not isinstance(var, Literal)]
-
-
 def reading_in_place(function: Callable, arguments: Any, stacks: Sequence) -> Any:
     """`function(*arguments)`, pytrees, with kernels that read in place the arguments of which `stacks` tells (`Parts`)."""
     leaves, structure = jax.tree.flatten(arguments)
@@ -128,7 +124,7 @@ def reading_in_place(function: Callable, arguments: Any, stacks: Sequence) -> An
     jaxpr = (closed := inlined_jaxpr(flat, *leaves)).jaxpr
     if all(eqn.primitive is not OF_PART for eqn in jaxpr.eqns):
         return function(*arguments)
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, leaves, strict=True))
+    values = given_values(closed, leaves)
     parts = Parts(jaxpr.invars, leaves, stacks)
     for eqn in jaxpr.eqns:
         parts.bind(eqn, values)
@@ -172,12 +168,12 @@ def with_fp32_gradients(
     """
     jaxpr = (closed := rewrite(inlined_jaxpr(function, *arguments))).jaxpr
     makers = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    uses = Counter(var for eqn in jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal))
-    uses.update(var for var in jaxpr.outvars if not isinstance(var, Literal))
+    uses = Counter(var for eqn in jaxpr.eqns for var in variables_of(eqn.invars))
+    uses.update(variables_of(jaxpr.outvars))
     chains: set[int] = set()
     for var in jaxpr.outvars[:count]:
         chains |= _chain_to_matmul(jaxpr, makers, uses, var)
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    values = given_values(closed, arguments)
     parts = Parts(jaxpr.invars, arguments, stacks, freed)
     reshards = _reshards(jaxpr)
     given = {} if ahead is None else dict(zip(reshards, ahead, strict=True))
@@ -289,6 +285,23 @@ def evaluate(jaxpr, consts, arguments) -> list:
     return [read(values, var) for var in jaxpr.outvars]
 
 
+def variables_of(operands: Sequence) -> list:
+    """The operands of an equation, or the results of a jaxpr, without literals."""
+    return [var for var in operands if not isinstance(var, Literal)]
+
+
+def inner_jaxprs(eqn) -> list:
+    """The jaxprs in the parameters of an equation, as of calls, loops and branches."""
+    values = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple) else (value,))]
+    return [jaxpr for value in values if hasattr(jaxpr := getattr(value, "jaxpr", value), "eqns")]
+
+
+def given_values(closed, arguments: Sequence) -> dict:
+    """The values of a closed jaxpr's variables before its first equation: of constants and of arguments."""
+    jaxpr = closed.jaxpr
+    return dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
+
+
 def read(values: dict, var):
     """The value of a variable or literal."""
     return var.val if isinstance(var, Literal) else values[var]
@@ -302,16 +315,9 @@ def _alike(eqn, operands: list) -> list:
     """
     varying = [varying_axes(operand) for operand in operands]
     every = frozenset().union(*varying)
-    if all(axes == every for axes in varying) or eqn.primitive.name in APART or _has_jaxpr(eqn.params):
+    if all(axes == every for axes in varying) or eqn.primitive.name in APART or inner_jaxprs(eqn):
         return operands
     return [vary_over(operand, every) for operand in operands]
-
-
-def _has_jaxpr(params: dict) -> bool:
-    """Whether a parameter is a jaxpr, or a tuple of them, as of loops and branches."""
-    return any(
-        hasattr(one, "eqns") for value in params.values() for one in (value if isinstance(value, tuple) else (value,))
-    )
 
 
 def bind(eqn, values: dict, **changed: Any) -> None:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from megajax.ops.in_place import ADDEND, OF_PART
 from megajax.ops.order import wait_for_all
-from megajax.pipeline.jaxprs import SAME, bind, inlined_jaxpr, read
-from megajax.runtime.compat import Literal
+from megajax.pipeline.jaxprs import SAME, bind, given_values, inlined_jaxpr, inner_jaxprs, read, variables_of
+from megajax.runtime.compat import jaxpr_as_fun
 
 __all__ = ["with_loops_in_order"]
 
@@ -32,12 +32,12 @@ def with_loops_in_order(function: Callable, given: int = 0) -> Callable:
     """
 
     def run(*arguments: Any) -> Any:
-        leaves, structure = jax.tree.flatten(arguments)
-        flat = lambda *leaves: jax.tree.leaves(function(*structure.unflatten(leaves)))  # noqa: E731
-        if not _has_loop(jax.make_jaxpr(flat)(*leaves).jaxpr):
+        traced, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        if not _has_loop(traced.jaxpr):
             return function(*arguments)
-        found = _in_order(inlined_jaxpr(flat, *leaves), leaves, len(jax.tree.leaves(arguments[:given])))
-        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(function, *arguments)), found)
+        leaves = jax.tree.leaves(arguments)
+        found = _in_order(inlined_jaxpr(jaxpr_as_fun(traced), *leaves), leaves, len(jax.tree.leaves(arguments[:given])))
+        return jax.tree.unflatten(jax.tree.structure(result), found)
 
     return run
 
@@ -45,17 +45,19 @@ def with_loops_in_order(function: Callable, given: int = 0) -> Callable:
 def _in_order(closed, arguments: list[jax.Array], given: int) -> list[jax.Array]:
     """Evaluates a closed jaxpr in which all calls are inlined."""
     jaxpr = closed.jaxpr
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    values = given_values(closed, arguments)
     there, parts = {*jaxpr.constvars, *jaxpr.invars[:given]}, _parts(jaxpr)
-    last = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in _variables(eqn.invars)}
-    last |= dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
+    last = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in variables_of(eqn.invars)}
+    last |= dict.fromkeys(variables_of(jaxpr.outvars), len(jaxpr.eqns))
     for index, eqn in enumerate(jaxpr.eqns):
         if not _is_loop(eqn):
             bind(eqn, values)
             continue
         needed = {var: value for var, value in values.items() if last.get(var, 0) > index and var not in parts}
         live = {var: value for var, value in needed.items() if _can_wait(value)}
-        scalars = {var: values[var] for var in _variables(eqn.invars) if not var.aval.shape and _can_wait(values[var])}
+        scalars = {
+            var: values[var] for var in variables_of(eqn.invars) if not var.aval.shape and _can_wait(values[var])
+        }
         before = [value for var, value in live.items() if var not in there]
         bind(eqn, found := values | _waiting(before, scalars))
         results = {var: found[var] for var in eqn.outvars}
@@ -65,13 +67,13 @@ def _in_order(closed, arguments: list[jax.Array], given: int) -> list[jax.Array]
 
 def _parts(jaxpr) -> set:
     """The variables that nothing needs but kernels that can read them where they are stored."""
-    parts, others = set(), set(_variables(jaxpr.outvars))
+    parts, others = set(), set(variables_of(jaxpr.outvars))
     for eqn in reversed(jaxpr.eqns):
         count = eqn.params["parts"] if eqn.primitive in (ADDEND, OF_PART) else 0
         if eqn.primitive.name in SAME and eqn.outvars[0] in parts - others:
             count = len(eqn.invars)
-        parts.update(_variables(eqn.invars[:count]))
-        others.update(_variables(eqn.invars[count:]))
+        parts.update(variables_of(eqn.invars[:count]))
+        others.update(variables_of(eqn.invars[count:]))
     return parts - others
 
 
@@ -88,15 +90,9 @@ def _is_loop(eqn) -> bool:
     """Whether an equation is a `while` loop, or has one in a jaxpr of its parameters; those of a kernel send nothing."""
     if eqn.primitive.name == "pallas_call":
         return False
-    values = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple) else (value,))]
-    jaxprs = [getattr(value, "jaxpr", value) for value in values]
-    return eqn.primitive.name == "while" or any(_has_loop(jaxpr) for jaxpr in jaxprs if hasattr(jaxpr, "eqns"))
+    return eqn.primitive.name == "while" or any(map(_has_loop, inner_jaxprs(eqn)))
 
 
 def _can_wait(value: jax.Array) -> bool:
     """Not a random key, nor the gradient of integers."""
     return not jnp.issubdtype(value.dtype, jax.dtypes.extended) and value.dtype != jax.dtypes.float0
-
-
-def _variables(operands: list) -> list:
-    return [var for var in operands if not isinstance(var, Literal)]

@@ -9,12 +9,10 @@ import jax
 
 from megajax.ops.in_place import OF_PART, of_part
 from megajax.ops.norm_kernel import NORM, NormGradients
-from megajax.pipeline.jaxprs import SAME, bind, read
+from megajax.pipeline.jaxprs import SAME, SUMS, bind, given_values, read, variables_of
 from megajax.runtime.compat import Literal
 
 __all__ = ["with_merged_norms"]
-
-SUMS = ("add", "add_any")
 
 
 def with_merged_norms(closed):
@@ -34,7 +32,7 @@ def with_merged_norms(closed):
         return closed
 
     def run(*leaves):
-        values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(zip(jaxpr.invars, leaves, strict=True))
+        values = given_values(closed, leaves)
         for one in order:
             one.bind(values)
         return [read(values, var) for var in jaxpr.outvars]
@@ -63,7 +61,7 @@ class _Single:
     """An equation that stays as it is; the attributes of `_Group`."""
 
     def __init__(self, eqn):
-        self.eqn, self.operands, self.results = eqn, _variables(eqn), eqn.outvars
+        self.eqn, self.operands, self.results = eqn, variables_of(eqn.invars), eqn.outvars
 
     def bind(self, values: dict) -> None:
         bind(self.eqn, values)
@@ -82,9 +80,9 @@ class _Group:
         """`makers`: the index of the equation that computes each variable."""
         self.eqn, self.added, self.residual, self.normed = jaxpr.eqns[index], None, None, None
         self.makers, self.eqns = makers, jaxpr.eqns
-        self.indices, self.operands = [index], _variables(self.eqn)
-        uses = [number for number, eqn in enumerate(jaxpr.eqns) if self.eqn.outvars[0] in _variables(eqn)]
-        if len(uses) == 1 and self.eqn.outvars[0] not in _of(jaxpr.outvars):
+        self.indices, self.operands = [index], variables_of(self.eqn.invars)
+        uses = [number for number, eqn in enumerate(jaxpr.eqns) if self.eqn.outvars[0] in variables_of(eqn.invars)]
+        if len(uses) == 1 and self.eqn.outvars[0] not in variables_of(jaxpr.outvars):
             self._add(uses[0])
         for number, eqn in enumerate(jaxpr.eqns):
             same = eqn.primitive is NORM and list(map(self._root, eqn.invars)) == list(
@@ -122,7 +120,7 @@ class _Group:
             index = self.makers.get(left.pop())
             if index is not None and index not in found:
                 found.add(index)
-                left += _variables(self.eqns[index])
+                left += variables_of(self.eqns[index].invars)
         return found
 
     @property
@@ -141,12 +139,3 @@ class _Group:
 
 def _is_gradients(eqn) -> bool:
     return eqn.primitive is OF_PART and isinstance(eqn.params["of_stack"], NormGradients)
-
-
-def _of(variables) -> list:
-    return [var for var in variables if not isinstance(var, Literal)]
-
-
-def _variables(eqn) -> list:
-    """The variables that an equation reads."""
-    return _of(eqn.invars)

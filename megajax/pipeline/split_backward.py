@@ -25,7 +25,7 @@ import jax
 from jax import lax
 
 from megajax.ops.in_place import ADDEND, OF_PART
-from megajax.pipeline.jaxprs import bind, inlined_jaxpr, read
+from megajax.pipeline.jaxprs import bind, inlined_jaxpr, read, variables_of
 from megajax.runtime.compat import Literal
 
 Tree = Any
@@ -124,12 +124,12 @@ def _run(eqn, values: dict) -> None:
 def _inputs(eqn, var) -> list:
     """The variables that an equation computes `var` from: of a barrier one, of others all."""
     operands = [eqn.invars[eqn.outvars.index(var)]] if eqn.primitive.name == BARRIER else eqn.invars
-    return [operand for operand in operands if not isinstance(operand, Literal)]
+    return variables_of(operands)
 
 
 def _needed(jaxpr, makers: dict, variables: list) -> set[int]:
     """Indices of the equations on which the variables depend."""
-    found, seen, todo = set(), set(), [var for var in variables if not isinstance(var, Literal)]
+    found, seen, todo = set(), set(), variables_of(variables)
     while todo:
         index = makers.get(var := todo.pop())
         if index is not None and var not in seen:
@@ -156,7 +156,7 @@ def _has_late_matmul(jaxpr, makers: dict, var, for_input: set[int]) -> bool:
 def _partition(jaxpr, makers, late_vars, for_input, stashed, cheap) -> tuple[list, set[int]]:
     """(variables that I keeps for W, indices of the equations of W)."""
     kept, for_weight, seen = [], set(), set()
-    todo = [var for var in late_vars if not isinstance(var, Literal)]
+    todo = variables_of(late_vars)
     while todo:
         var = todo.pop()
         if var in seen or var in stashed:
