@@ -2,8 +2,9 @@
 many they have and run.
 
 `stage.Stack` writes one conditional for an operation of a tick, with a branch for each chunk, order of kinds and part
-(`ChunkParts.choices`), and where a rank may idle a last one that does nothing; and one for a merged tick, with a branch for
-each two chunks and their orders (`ChunkParts.pairs`). The schedule's table says which of them each rank takes in each tick.
+(`ChunkParts.choices`), and where a rank may idle a last one that does nothing; and one for a merged tick, or for parts that
+overlap, with a branch for each two chunks, their orders and part (`ChunkParts.pairs`). The schedule's table says which of
+them each rank takes in each tick.
 """
 
 from collections import Counter
@@ -27,7 +28,7 @@ Conditional = tuple[str, bool, Sequence[Choice | Pair], Mapping[tuple[int, Choic
 
 
 def branch_counts(program: StepProgram) -> dict[str, float]:
-    """How often a rank takes each branch in a step, by `hlo_parser.branch_key`, of F, B, I, W, and FB of merged ticks.
+    """How often a rank takes each branch in a step, by `hlo_parser.branch_key`, of F, B, I, W, and FB (`options.MERGED`).
 
     Where ranks differ, it is their mean. Empty where all branches are alike: stages have the same layers.
     """
@@ -75,12 +76,7 @@ def _conditionals(program: StepProgram, chunk: ChunkParts) -> Iterator[Condition
         inside = np.zeros_like(forward.on)
         inside[ticks] = 1
         if program.merges and is_merged(schedule, segment):
-            yield (
-                MERGED,
-                True,
-                chunk.pairs(table.pairs(segment, "chunk")),
-                _count_pairs(chunk, forward, backward, ticks),
-            )
+            yield MERGED, True, *_of_pairs(chunk, table.pairs(segment, "chunk"), [1], forward, backward, inside)
             continue
         if schedule.paired:
             for op, rows in ((FORWARD, forward), (BACKWARD, backward)):
@@ -89,8 +85,8 @@ def _conditionals(program: StepProgram, chunk: ChunkParts) -> Iterator[Condition
             continue
         both = forward.on & backward.on & inside
         if segment.overlaps:
-            for op, rows in ((FORWARD, forward), (BACKWARD, backward)):
-                yield op, False, *_of_rows(chunk, chunks, op, [OVERLAP_PARTS], _count(rows, both))
+            pairs = table.pairs(segment, "chunk")
+            yield MERGED, False, *_of_pairs(chunk, pairs, [OVERLAP_PARTS], forward, backward, both)
         whole = {INPUT: [1], WEIGHT: [1]} if schedule.split else {BACKWARD: table.backward_parts}
         for op, parts in {FORWARD: [1], **whole}.items():
             rows = {FORWARD: forward, WEIGHT: weight}.get(op, backward)
@@ -128,11 +124,20 @@ def _count(rows: OperationRow, on: np.ndarray, *, ignores_parts: bool = False) -
     return Counter(zip(ranks, *columns, strict=True))
 
 
-def _count_pairs(chunk: ChunkParts, forward: OperationRow, backward: OperationRow, ticks: slice) -> Counter:
-    """How often (rank, pair) occurs in merged ticks, in which every rank has both."""
-    columns = [column[ticks] for row in (forward, backward) for column in (row.chunk, row.stage)]
-    found: Counter = Counter()
-    for rank in range(columns[0].shape[1]):
-        for ahead, stage, back, other in zip(*(column[:, rank].tolist() for column in columns), strict=True):
-            found[rank, Pair((ahead, back), (chunk.order_of(stage), chunk.order_of(other)))] += 1
-    return found
+def _of_pairs(
+    chunk: ChunkParts,
+    chunks: Sequence[tuple[int, int]],
+    parts: Sequence[int],
+    forward: OperationRow,
+    backward: OperationRow,
+    on: np.ndarray,
+) -> tuple[list[Pair], Counter]:
+    """The branches of a conditional on pairs, and how often (rank, pair) occurs where `on` is 1; see `ChunkParts.pairs`."""
+    columns = [column[on == 1].tolist() for row in (forward, backward) for column in (row.chunk, row.stage)]
+    part = [column[on == 1].tolist() for column in (forward.part, forward.parts)]
+    taken: Counter = Counter()
+    for rank, ahead, stage, back, other, *of in zip(np.nonzero(on == 1)[1].tolist(), *columns, *part, strict=True):
+        low, high = chunk.part_bounds(*of)
+        if low < high:
+            taken[rank, Pair((ahead, back), (chunk.order_of(stage), chunk.order_of(other)), low, high)] += 1
+    return chunk.pairs(chunks, parts), taken

@@ -1,6 +1,7 @@
 """What one operation of a tick runs on: the arguments that `stage.Stack` and `rank.Rank` pass to each other."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -62,10 +63,17 @@ class Choice(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What one branch of a merged tick runs: (the forward's, the backward's) chunk, and the kinds of their blocks."""
+    """What one branch of a merged tick runs, or of parts that overlap: a forward's blocks beside a backward's.
+
+    Attributes:
+      chunks, orders: of the forward and of the backward, the chunk and the kinds of its blocks.
+      start, stop: of the forward, blocks [start, stop); of the backward the same part, which counts from its last slot.
+    """
 
     chunks: tuple[int, int]
     orders: tuple[tuple[str, ...], tuple[str, ...]]
+    start: int
+    stop: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,16 +111,24 @@ class ChunkParts:
             for start, stop in ranges
         ]
 
-    def pairs(self, chunks: Sequence[tuple[int, int]]) -> list[Pair]:
-        """The branches of a conditional on two chunks of a rank and their orders of kinds, in their order.
+    def pairs(self, chunks: Sequence[tuple[int, int]], parts: Sequence[int]) -> list[Pair]:
+        """The branches of a conditional on two chunks of a rank, their orders of kinds, and the part, in their order.
 
         Args:
-          chunks: the pairs that ranks have in a tick, of blocks of several kinds.
+          chunks: the pairs that ranks have in a tick.
+          parts: as for `ranges`.
         """
+        ranges = self.ranges(parts)
+        return sorted(
+            Pair(both, orders, *bounds) for both in chunks for orders in self._orders_of_pair(both) for bounds in ranges
+        )
+
+    def _orders_of_pair(self, chunks: tuple[int, int]) -> set[tuple]:
+        """The orders of kinds that any rank has in two of its chunks; of one kind, all that there may be."""
+        if self.where is None:
+            return set(itertools.product(*map(self._orders_of, chunks)))
         stage_of, order_of = self.where.placement.stage_of, self.where.stage_kinds
-        ranks = range(len(stage_of[0]))
-        of_rank = lambda both, rank: Pair(both, tuple(order_of[stage_of[chunk][rank]] for chunk in both))  # noqa: E731
-        return sorted({of_rank(both, rank) for both in chunks for rank in ranks})
+        return {tuple(order_of[stage_of[chunk][rank]] for chunk in chunks) for rank in range(len(stage_of[0]))}
 
     def _orders_of(self, chunk: int) -> list[tuple[str, ...]]:
         """The orders of kinds of the stages that a chunk is, on any rank; of one kind, the numbers of all stages' blocks."""

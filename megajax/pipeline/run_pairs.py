@@ -6,9 +6,10 @@ sparse layers (s) beside a backward of four sparse ones:
 
     forward     d0   s0  s1
     backward    s3   s2  s1   s0        1 pair (d, s), then 2 of (s, s), and one block alone
+
+So do the blocks of one part of each, where a forward and a backward overlap in parts (`schedule.OVERLAP_PARTS`).
 """
 
-import dataclasses
 import functools
 import itertools
 import operator
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from megajax.pipeline.chunk_work import ChunkWork
+from megajax.pipeline.chunk_work import ChunkWork, Pair
 from megajax.pipeline.loops import run_one_of, which
 from megajax.pipeline.options import MERGED
 from megajax.schedules.schedule import BACKWARD, FORWARD
@@ -33,60 +34,52 @@ def of_kinds_or_counts(
 ) -> tuple:
     """`Stack.forward_and_backward` where blocks are of several kinds, or stages have different numbers of blocks.
 
-    With kinds there is a branch for each two chunks and orders that a rank has in one tick. Where chunks run in parts, or
-    numbers differ and a stage may have no block, one pass runs after the other.
+    There is a branch for each two chunks, orders and part that a rank has in one tick.
 
     Args:
       stack: the `Stack`.
       inputs: (x, dy).
       works, gradients, pairs, iterations: as there.
     """
-    if stack.counts or works[0].parts != (1,):
-        return _one_after_the_other(stack, *inputs, works, gradients, iterations)
+    low, high = works[0].blocks
+    always = isinstance(high, int)  # every rank has both, whole
     steps = (
         stack.steps(works[0], lambda own, work: own.forward_step(work), 1),
         stack.steps(works[1], lambda own, work: own.backward_step(inputs[1], work), 1, 2),
     )
-    choices = stack.pairs(pairs)
+    choices = stack.pairs(pairs, works[0].parts)
 
-    def branch(chunks, orders, zero, state):
-        first = tuple({kind: chunk * own.per_chunk for kind, own in stack.kinds.items()} for chunk in chunks)
-        return run_pairs(orders, first, steps, zero, state)
+    def branch(pair: Pair, zero, state):
+        first = tuple({kind: chunk * own.per_chunk for kind, own in stack.kinds.items()} for chunk in pair.chunks)
+        blocks = slice(pair.start, pair.stop), slice(stack.per_chunk - pair.stop, stack.per_chunk - pair.start)
+        return run_pairs(pair.orders, blocks, first, steps, zero, state)
 
-    def holds(chunks, orders):
-        same = [work.chunk == chunk for work, chunk in zip(works, chunks, strict=True)]
-        return functools.reduce(operator.and_, [*same, *map(stack.has_order, works, orders)])
+    def holds(pair: Pair):
+        same = [work.chunk == chunk for work, chunk in zip(works, pair.chunks, strict=True)]
+        part = [] if always else [low == pair.start, high == pair.stop]
+        return functools.reduce(operator.and_, [*same, *map(stack.has_order, works, pair.orders), *part])
 
     state = (*inputs, works[0].stash.buffer, gradients, works[0].records)
-    branches = [functools.partial(branch, *choice) for choice in choices]
+    branches = [functools.partial(branch, choice) for choice in choices]
     with jax.named_scope(MERGED):
-        index = which(itertools.starmap(holds, choices))
-        iterations, (*others, records) = run_one_of(iterations, index, branches, state, always=True)
+        index = which(map(holds, choices))
+        iterations, (*others, records) = run_one_of(iterations, index, branches, state, always=always)
     return *others, iterations, records
-
-
-def _one_after_the_other(stack: Any, x: Tree, dy: Tree, works: tuple, gradients: Tree, iterations) -> tuple:
-    low, high = works[1].blocks  # the same part of both, and a backward's first part is the last blocks
-    back = dataclasses.replace(works[1], blocks=(stack.per_chunk - high, stack.per_chunk - low))
-    with jax.named_scope(BACKWARD):
-        dx, gradients, iterations, records = stack.backward(dy, back, gradients, iterations=iterations)
-    with jax.named_scope(FORWARD):
-        ahead = dataclasses.replace(works[0], records=records)
-        y, buffer, iterations, records = stack.forward_stashing(x, ahead, iterations)
-    return y, dx, buffer, gradients, iterations, records
 
 
 def run_pairs(
     orders: tuple[tuple[str, ...], tuple[str, ...]],
+    blocks: tuple[slice, slice],
     first: tuple[dict[str, int], dict[str, int]],
     steps: tuple[dict[str, Callable], dict[str, Callable]],
     zero: jax.Array,
     state: tuple,
 ) -> tuple:
-    """Runs all blocks of two chunks, whose kinds are known.
+    """Runs blocks of two chunks, whose kinds are known.
 
     Args:
       orders: the kinds of the blocks of the forward's chunk, and of the backward's.
+      blocks: which blocks of each.
       first: for each kind the place of these chunks' first blocks.
       steps: for each kind, of `BlockSteps.forward_step` and of `backward_step`.
       zero: passed to the steps.
@@ -95,8 +88,10 @@ def run_pairs(
     Returns:
       The final state.
     """
-    done, left = dict.fromkeys(first[0], 0), {kind: orders[1].count(kind) for kind in first[1]}
-    for pair, group in itertools.groupby(itertools.zip_longest(orders[0], reversed(orders[1]))):
+    done = {kind: orders[0][: blocks[0].start].count(kind) for kind in first[0]}
+    left = {kind: orders[1][: blocks[1].stop].count(kind) for kind in first[1]}
+    ahead, back = orders[0][blocks[0]], orders[1][blocks[1]]
+    for pair, group in itertools.groupby(itertools.zip_longest(ahead, reversed(back))):
         count, (ahead, back) = len(list(group)), pair
         begin, end = done.get(ahead, 0), left.get(back, 0)
 

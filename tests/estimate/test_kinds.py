@@ -116,16 +116,24 @@ def test_the_first_rank_has_the_dense_layer():
 
 
 def test_overlapping_parts_of_uneven_stages_are_counted_in_their_branches():
-    """Ranks of dualpipe_v have stages r and 7 - r: d s and s s, the others s s twice; each in whole or in halves."""
+    """Ranks of dualpipe_v have stages r and 7 - r: rank 0 d s and s s, the others s s twice.
+
+    A forward overlaps a backward of the other chunk, in parts of one block each, so there are eight branches: of chunks
+    (0, 1), d s beside s s and s s beside s s; of (1, 0), s s beside both; each of two parts.
+    """
     model = dataclasses.replace(SPARSE, dense_layers=1, dense_feedforward=10, layers=16)
     run = run_of(model, 64, pipe=4, schedule="dualpipe_v", chunks=2)
     counts, passes = loop_trip_counts(run), run.microbatches
-    whole = [counts[f"F/cond/4/{index}"] for index in range(3)]  # chunk 0: d s, s s; chunk 1: s s; nothing
-    halves = [counts[f"F/cond/7/{index}"] for index in range(6)]
-    assert halves[::2] == halves[1::2] and all(one > 0 for one in halves)
-    ran = [one + half for one, half in zip(whole, halves[::2], strict=True)]
-    assert ran == [passes / 4, passes * 3 / 4, passes]
-    assert counts["B/cond/7/0"] == counts["B/cond/7/1"] > 0
+    for rank, own in enumerate(counts_of_ranks(StepProgram.of(run))):
+        parts = [own[f"FB/cond/9/{index}"] for index in range(8)]
+        assert parts[::2] == parts[1::2]
+        assert [number for number, count in enumerate(parts[::2]) if count] == ([1, 3] if rank else [0, 2])
+    whole = {op: [counts[f"{op}/cond/4/{index}"] for index in range(3)] for op in "FI"}  # chunk 0: d s, s s; 1: s s
+    beside = [counts[f"FB/cond/9/{index}"] for index in range(0, 8, 2)]
+    forwards, backwards = (*beside[:2], sum(beside[2:])), (beside[2], beside[3], sum(beside[:2]))
+    for op, overlapping in (("F", forwards), ("I", backwards)):
+        ran = [one + other for one, other in zip(whole[op], overlapping, strict=True)]
+        assert ran == [passes / 4, passes * 3 / 4, passes]
 
 
 @pytest.mark.slow
