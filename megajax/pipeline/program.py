@@ -150,9 +150,9 @@ class StepProgram:
     def merges(self) -> bool:
         """Whether ticks in which every rank has a forward and a backward run both in one loop over blocks.
 
-        If blocks have collectives to hide, and run in no bubble. The loop runs a forward's block beside a backward's, so of
-        layers of one kind every stage must have as many. Of several kinds there are pairs of a rank's two chunks
-        (`run_pairs`); one stage alone has arrays for two slots, which are for one kind.
+        If blocks have collectives to hide, and run in no bubble. The loop runs a forward's block beside a backward's; of
+        several kinds there are pairs of a rank's two chunks (`run_pairs`). Not where stages run fewer blocks than others,
+        nor of several kinds on one stage alone, which has arrays for two slots of one kind.
         """
         parallel = self.run.parallel
         collectives = (parallel.tensor > 1 or parallel.expert > 1) and not (self.kinds and parallel.pipe == 1)
