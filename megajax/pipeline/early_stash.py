@@ -201,7 +201,8 @@ def _traced(function: Callable, arguments: Sequence[jax.Array]) -> tuple[Any, di
     closed = inlined_jaxpr(lambda *leaves: jax.tree.leaves(function(*leaves)), *arguments)
     jaxpr = closed.jaxpr
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    return jaxpr, makers, given_values(closed, arguments), jax.tree.structure(jax.eval_shape(function, *arguments)[0])
+    values = given_values(jaxpr, closed.consts, arguments)
+    return jaxpr, makers, values, jax.tree.structure(jax.eval_shape(function, *arguments)[0])
 
 
 def _written_by_kernel(
@@ -247,9 +248,9 @@ def _saving_norms(jaxpr, makers: dict, saved: list) -> dict[int, tuple[int, list
       none if it is an argument.
     """
     found: dict[int, tuple[int, list[int]]] = {}
-    roots = [names[-1] if (names := _names(makers, var)) else None for var in saved]
+    roots = [_root(makers, var) for var in saved]
     for index, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive is not NORM or (root := _names(makers, eqn.invars[0])[-1]) not in roots:
+        if eqn.primitive is not NORM or (root := _root(makers, eqn.invars[0])) not in roots:
             continue
         place = roots.index(root)
         if root in jaxpr.invars:

@@ -124,7 +124,7 @@ def reading_in_place(function: Callable, arguments: Any, stacks: Sequence) -> An
     jaxpr = (closed := inlined_jaxpr(flat, *leaves)).jaxpr
     if all(eqn.primitive is not OF_PART for eqn in jaxpr.eqns):
         return function(*arguments)
-    values = given_values(closed, leaves)
+    values = given_values(jaxpr, closed.consts, leaves)
     parts = Parts(jaxpr.invars, leaves, stacks)
     for eqn in jaxpr.eqns:
         parts.bind(eqn, values)
@@ -173,7 +173,7 @@ def with_fp32_gradients(
     chains: set[int] = set()
     for var in jaxpr.outvars[:count]:
         chains |= _chain_to_matmul(jaxpr, makers, uses, var)
-    values = given_values(closed, arguments)
+    values = given_values(jaxpr, closed.consts, arguments)
     parts = Parts(jaxpr.invars, arguments, stacks, freed)
     reshards = _reshards(jaxpr)
     given = {} if ahead is None else dict(zip(reshards, ahead, strict=True))
@@ -272,7 +272,7 @@ def _sum(one: jax.Array | Addend, other: jax.Array | Addend) -> jax.Array | Adde
 
 def evaluate(jaxpr, consts, arguments) -> list:
     """Evaluates a jaxpr with every call inlined; returns its outputs."""
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+    values = given_values(jaxpr, consts, arguments)
     for eqn in jaxpr.eqns:
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if eqn.primitive.name in CALLS and inner is not None:
@@ -296,10 +296,9 @@ def inner_jaxprs(eqn) -> list:
     return [jaxpr for value in values if hasattr(jaxpr := getattr(value, "jaxpr", value), "eqns")]
 
 
-def given_values(closed, arguments: Sequence) -> dict:
-    """The values of a closed jaxpr's variables before its first equation: of constants and of arguments."""
-    jaxpr = closed.jaxpr
-    return dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
+def given_values(jaxpr, consts: Sequence, arguments: Sequence) -> dict:
+    """The values of a jaxpr's variables before its first equation: of constants and of arguments."""
+    return dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
 
 
 def read(values: dict, var):

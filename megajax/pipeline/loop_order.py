@@ -45,7 +45,7 @@ def with_loops_in_order(function: Callable, given: int = 0) -> Callable:
 def _in_order(closed, arguments: list[jax.Array], given: int) -> list[jax.Array]:
     """Evaluates a closed jaxpr in which all calls are inlined."""
     jaxpr = closed.jaxpr
-    values = given_values(closed, arguments)
+    values = given_values(jaxpr, closed.consts, arguments)
     there, parts = {*jaxpr.constvars, *jaxpr.invars[:given]}, _parts(jaxpr)
     last = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in variables_of(eqn.invars)}
     last |= dict.fromkeys(variables_of(jaxpr.outvars), len(jaxpr.eqns))

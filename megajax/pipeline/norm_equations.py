@@ -32,7 +32,7 @@ def with_merged_norms(closed):
         return closed
 
     def run(*leaves):
-        values = given_values(closed, leaves)
+        values = given_values(jaxpr, closed.consts, leaves)
         for one in order:
             one.bind(values)
         return [read(values, var) for var in jaxpr.outvars]

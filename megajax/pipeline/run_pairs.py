@@ -90,8 +90,8 @@ def run_pairs(
     """
     done = {kind: orders[0][: blocks[0].start].count(kind) for kind in first[0]}
     left = {kind: orders[1][: blocks[1].stop].count(kind) for kind in first[1]}
-    ahead, back = orders[0][blocks[0]], orders[1][blocks[1]]
-    for pair, group in itertools.groupby(itertools.zip_longest(ahead, reversed(back))):
+    pairs = itertools.zip_longest(orders[0][blocks[0]], reversed(orders[1][blocks[1]]))
+    for pair, group in itertools.groupby(pairs):
         count, (ahead, back) = len(list(group)), pair
         begin, end = done.get(ahead, 0), left.get(back, 0)
 
